@@ -1,0 +1,758 @@
+"""AntMaze-1, AntMaze-2 and any maze text file: batched MuJoCo ants for TATC (UAI 2022), Section 5.2 and Appendix B.2.
+
+    python antmaze.py                       # checks the mazes, prints the speed benchmark, draws the maze
+    python antmaze.py --render ant.gif      # a film of random ants (a picture from above where there is no OpenGL)
+"""
+import csv
+import ctypes.util
+import importlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import scipy.ndimage
+import scipy.sparse.csgraph
+import tyro
+from gymnasium.vector import AutoresetMode
+from matplotlib.figure import Figure
+from PIL import Image
+
+# MuJoCo chooses its OpenGL when imported. Without a display only EGL can draw; naming a missing one breaks the import.
+if not os.environ.get("DISPLAY") and ctypes.util.find_library("EGL"):
+    os.environ.setdefault("MUJOCO_GL", "egl")
+import mujoco  # noqa: E402
+import mujoco.batch  # noqa: E402
+
+MAZES = {
+    "antmaze1": """
+#######
+#G....#
+#####.#
+#####.#
+#####.#
+#S....#
+#######""".lstrip(),
+    "antmaze2": """
+#######
+#.....#
+#.###.#
+#..G#.#
+#####.#
+#S....#
+#######""".lstrip(),
+}
+BLOCK = 4.0  # units per maze character; the goal radius epsilon = 2 is half of it
+GOAL_RADIUS = 2.0
+TORQUE = 30.0
+# Reset pose: torso height, upright, hips straight, ankles at 1 rad (range 30 to 70 degrees).
+RESET_POSE = np.array([0, 0, 0.55, 1, 0, 0, 0, 0, 1, 0, -1, 0, -1, 0, 1] + [0] * 14, np.float64)
+LEGS = ((1, 1), (-1, 1), (-1, -1), (1, -1))
+
+
+class MazeError(ValueError):
+    """A maze or an argument that cannot be used; the message names the cause and the fix."""
+
+
+def parse_maze(text, name):
+    """Maze text -> (free [H, W] bool, start (row, column), goal (row, column) or None); row 0 is the top line.
+
+    '#' wall, '.' or ' ' free, 'S' start, 'G' goal; beyond the text is wall. Free cells that cannot be reached
+    from S become walls, so that every state has a finite distance.
+    """
+    lines = text.splitlines()
+    while lines and not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise MazeError(f"{name}: the maze is empty; write at least one row with an S")
+    marks = {"S": [], "G": []}
+    for row, line in enumerate(lines):
+        if len(line) != len(lines[0]):
+            raise MazeError(f"{name}, line {row + 1}: {len(line)} characters but line 1 has {len(lines[0])}; pad the row with '#'")
+        for column, character in enumerate(line):
+            if character not in "#. SG":
+                raise MazeError(f"{name}, line {row + 1}: unknown character {character!r}; use only '#', '.', ' ', 'S', 'G'")
+            if character in marks:
+                marks[character].append((row, column))
+    if len(marks["S"]) != 1:
+        raise MazeError(f"{name}: {len(marks['S'])} start cells; mark exactly one free cell with S")
+    if len(marks["G"]) > 1:
+        raise MazeError(f"{name}, line {marks['G'][1][0] + 1}: a second goal; mark at most one cell with G")
+    open_cells = np.array([[character != "#" for character in line] for line in lines])
+    labels, _ = scipy.ndimage.label(open_cells)
+    free = labels == labels[marks["S"][0]]
+    if free.sum() == 1:
+        raise MazeError(f"{name}, line {marks['S'][0][0] + 1}: the start has no free neighbour; open a cell beside S")
+    goal = marks["G"][0] if marks["G"] else None
+    if goal is not None and not free[goal]:
+        raise MazeError(f"{name}, line {goal[0] + 1}: the goal cannot be reached from the start; open a path or move G")
+    return free, marks["S"][0], goal
+
+
+def read_maze(name, built_in):
+    """The text of a built-in maze or of a text file, parsed."""
+    if name in built_in:
+        return parse_maze(built_in[name], name)
+    try:
+        return parse_maze(Path(name).read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError):
+        raise MazeError(f"unknown env {name!r}: not one of {', '.join(built_in)} and not a readable maze text file") from None
+
+
+# ------------------------------------------------------------------------------------------------ the ant and its maze
+def wall_boxes(free):
+    """Rectangles of blocks (top, bottom, left, right; ends excluded) that cover all walls of free [H, W], greedily."""
+    open_walls, boxes = ~free, []
+    while open_walls.any():
+        top, left = np.argwhere(open_walls)[0]
+        bottom, right = top + 1, left + 1
+        while right < free.shape[1] and not free[top, right]:
+            right += 1
+        while bottom < free.shape[0] and not free[bottom, left:right].any():
+            bottom += 1
+        boxes.append((top, bottom, left, right))
+        open_walls[top:bottom, left:right] = False
+    return boxes
+
+
+def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=TORQUE, plain_height=None):
+    """The ant in a maze -> MjModel; free [H, W] bool, start (row, column) is the block around xy = (0, 0).
+
+    The fast model (plain_height=None) and the plain one (each wall block a box of that height, contacts found by
+    MuJoCo; the reference of the physics table and what is rendered) hold the same ant and the same walls:
+    - Four planes bound the free blocks, boxes 4 high fill what is wall inside: no ant can jump out.
+    - Thighs are welded into the torso's body, as fusing static bodies does.
+    - Contacts are explicit pairs with the margin and friction that MuJoCo would derive from the geoms. The hip stubs
+      have none: torso and thighs enclose them but for a notch of 0.01, and 13 geoms against the walls cost 10% more.
+    """
+    plain = plain_height is not None
+    rows, columns = np.nonzero(free)
+    if plain:
+        free = np.pad(free, 1)
+        start = (start[0] + 1, start[1] + 1)
+        boxes = [(row, row + 1, column, column + 1) for row, column in np.argwhere(~free)]
+    else:
+        free = free[rows.min():rows.max() + 1, columns.min():columns.max() + 1]
+        start = (start[0] - rows.min(), start[1] - columns.min())
+        boxes = wall_boxes(free)
+    west, north = -(start[1] + 0.5) * BLOCK, (start[0] + 0.5) * BLOCK
+    east, south = west + free.shape[1] * BLOCK, north - free.shape[0] * BLOCK
+    height = plain_height if plain else 4.0
+    walls, planes = "", ["floor"]
+    if not plain:
+        for x, y, axis in ((west, 0, "1 0 0"), (east, 0, "-1 0 0"), (0, south, "0 1 0"), (0, north, "0 -1 0")):
+            walls += f'<geom name="plane{len(planes)}" type="plane" pos="{x} {y} 0" zaxis="{axis}" size="1 1 1"/>'
+            planes.append(f"plane{len(planes)}")
+    for i, (top, bottom, left, right) in enumerate(boxes):
+        walls += (f'<geom name="box{i}" type="box" pos="{west + (left + right) / 2 * BLOCK} '
+                  f'{north - (top + bottom) / 2 * BLOCK} {height / 2}" rgba=".55 .5 .45 1" '
+                  f'size="{(right - left) / 2 * BLOCK} {(bottom - top) / 2 * BLOCK} {height / 2}"/>')
+    legs, motors = "", ""
+    for i, (x, y) in enumerate(LEGS):
+        stub = f'<geom name="stub{i}" type="capsule" fromto="0 0 0 {.2 * x} {.2 * y} 0" size=".08"/>'
+        leg = f"""
+          <body pos="{.2 * x} {.2 * y} 0">
+            <joint name="hip{i}" axis="0 0 1" range="-30 30"/>
+            <geom name="thigh{i}" type="capsule" fromto="0 0 0 {.2 * x} {.2 * y} 0" size=".08"/>
+            <body pos="{.2 * x} {.2 * y} 0">
+              <joint name="ankle{i}" axis="{-x * y} 1 0" range="{'30 70' if x > 0 else '-70 -30'}"/>
+              <geom name="shin{i}" type="capsule" fromto="0 0 0 {.4 * x} {.4 * y} 0" size=".08"/>
+            </body>
+          </body>"""
+        legs += f"<body>{stub}{leg}</body>" if plain else stub + leg
+        motors += f'<motor joint="hip{i}"/><motor joint="ankle{i}"/>'
+    pairs = "" if plain else "".join(
+        f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02"/>'
+        for solid in planes + [f"box{i}" for i in range(len(boxes))]
+        for part in ["torso"] + [f"{name}{i}" for name in ("thigh", "shin") for i in range(4)])
+    look = f"""
+      <asset><texture name="sky" type="skybox" builtin="flat" rgb1="1 1 1" width="8" height="8"/>
+        <texture name="tiles" type="2d" builtin="checker" rgb1=".86 .88 .9" rgb2=".78 .8 .84" width="64" height="64"/>
+        <material name="tiles" texture="tiles" texrepeat="1 1" texuniform="true"/></asset>
+      <visual><headlight ambient=".45 .45 .45" diffuse=".5 .5 .5" specular="0 0 0"/>
+        <global offwidth="1280" offheight="1280"/></visual>""" if plain else ""
+    return mujoco.MjModel.from_xml_string(f"""
+    <mujoco model="antmaze">
+      <compiler angle="degree"/>
+      <option timestep="{timestep}" integrator="{integrator}">
+        <flag island="{'enable' if plain else 'disable'}" warmstart="{'enable' if plain else 'disable'}"/>
+      </option>{look}
+      <default>
+        <joint type="hinge" armature="1" damping="1" limited="true"/>
+        <geom contype="0" conaffinity="{int(plain)}" condim="3" density="5" friction="1 .5 .5" margin=".01"/>
+        <motor ctrlrange="-1 1" ctrllimited="true" gear="{torque}"/>
+        <default class="ant"><geom contype="{int(plain)}" conaffinity="0" rgba=".75 .35 .2 1"/></default>
+      </default>
+      <worldbody>
+        <geom name="floor" type="plane" size="{2 * BLOCK * max(free.shape)} {2 * BLOCK * max(free.shape)} 1"
+          {'material="tiles"' if plain else ""}/>
+        {walls}
+        <body name="torso" pos="0 0 .55" childclass="ant">
+          <joint name="root" type="free" armature="0" damping="0" limited="false"/>
+          <geom name="torso" size=".25"/>{legs}
+        </body>
+      </worldbody>
+      <actuator>{motors}</actuator>
+      <contact>{pairs}</contact>
+    </mujoco>""")
+
+
+def on_back(states):
+    """states [N, 29] -> [N] bool: the torso's own up, 1 - 2 (x^2 + y^2) of its quaternion, points down."""
+    return states[:, 4] ** 2 + states[:, 5] ** 2 > 0.5
+
+
+# ------------------------------------------------------------------------------------------------ the batch
+class AntMazeVec(gymnasium.vector.VectorEnv):
+    """N ants in lock-step, each alone in its own copy of the maze.
+
+    Training loops use `obs`, `move` and `place` (no episodes); Gymnasium's `reset` and `step` add the goal task:
+    reward 1 and termination within GOAL_RADIUS of the goal, truncation after max_episode_steps, and NEXT_STEP
+    autoreset (the step after an episode's end ignores its action and returns the first observation of the next).
+    Results do not depend on num_threads.
+    """
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
+    obs_size = 29
+    action_shape = (8, 5)
+    # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block, height,
+    # quaternion and joint angles as they are, velocities to order 1.
+    obs_scale = np.array([0.6 / BLOCK] * 2 + [1] * 13 + [0.5] * 3 + [0.3] * 3 + [0.2] * 8, np.float32)
+
+    def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False, frame_skip=5, timestep=0.02,
+                 integrator="implicitfast", max_episode_steps=1000, start="s0", render_mode=None):
+        for name, value in (("num_envs", num_envs), ("num_threads", num_threads), ("frame_skip", frame_skip),
+                            ("max_episode_steps", max_episode_steps)):
+            if not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(timestep, (int, float)) or not 0 < timestep <= 0.05:
+            raise ValueError(f"timestep must be in (0, 0.05] seconds, got {timestep!r}")
+        if integrator not in ("implicitfast", "implicit", "Euler", "RK4"):
+            raise ValueError(f"integrator must be implicitfast, implicit, Euler or RK4, got {integrator!r}")
+        if start not in ("s0", "uniform"):
+            raise ValueError(f"start must be 's0' or 'uniform', got {start!r}")
+        if render_mode not in (None, "rgb_array"):
+            raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}")
+        self.name, self.num_envs, self.frame_skip, self.start = str(maze), int(num_envs), int(frame_skip), start
+        self.max_episode_steps, self.render_mode, self._renderer = int(max_episode_steps), render_mode, None
+        self.free, self.start_block, goal = read_maze(str(maze), MAZES)
+        self.model = build_model(self.free, self.start_block, timestep, integrator)
+        self._batch = mujoco.batch.Batch(self.model, self.num_envs, int(num_threads))
+        self._rows = self._batch.state  # time, qpos 15, qvel 14, warm start, ctrl ...: all that a step depends on
+        self._physics = self._rows[:, 1:30]
+        self._ctrl = self._batch.bind("ctrl")
+        self._warnings = self._batch.warning[:, :, 1]
+        self._measure_maze(goal)
+        # Beyond these bounds an ant has left the maze or its physics has diverged; NaN fails the comparison too.
+        low, high = np.full(29, -1000.0), np.full(29, 1000.0)
+        low[:3] = self.corner[0], self.corner[1] - self.free.shape[0] * BLOCK, -0.5
+        high[:3] = self.corner[0] + self.free.shape[1] * BLOCK, self.corner[1], 3.5
+        self._bounds = low, high
+        self.diverged, self.last_diverged = 0, np.zeros(self.num_envs, bool)
+        self._steps, self._done = np.zeros(self.num_envs, np.int64), np.zeros(self.num_envs, bool)
+        self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float32)
+        self.single_action_space = (gymnasium.spaces.MultiDiscrete([5] * 8) if discrete
+                                    else gymnasium.spaces.Box(-1.0, 1.0, (8,), np.float32))
+        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, self.num_envs)
+        self.reset(seed=seed)
+
+    # -------------------------------------------------------------------------------------------- ground truth
+    def _measure_maze(self, goal):
+        """Positions, cells and geodesic distances from the blocks; coordinates are (x, y), y up, s0 = (0, 0)."""
+        self.corner = np.array([-(self.start_block[1] + 0.5) * BLOCK, (self.start_block[0] + 0.5) * BLOCK])  # top left
+        self.goal_xy = None if goal is None else np.array([goal[1] - self.start_block[1],
+                                                           self.start_block[0] - goal[0]]) * BLOCK
+
+        def split(parts):  # [H * parts, W * parts]: each block cut into parts x parts squares
+            return np.kron(self.free, np.ones((int(parts), int(parts)), bool))
+
+        def corners(squares):  # [H + 1, W + 1]: corners of squares whose four squares are all free
+            padded = np.pad(squares, 1)
+            return padded[1:, 1:] & padded[1:, :-1] & padded[:-1, 1:] & padded[:-1, :-1]
+
+        # Geodesic graph: points 0.5 apart, at least 0.5 from any wall (an ant's torso comes no closer than 0.25).
+        nodes = corners(split(2 * BLOCK))
+        index = np.where(nodes, np.cumsum(nodes).reshape(nodes.shape) - 1, -1)
+        edges = []
+        for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
+            here = np.argwhere(nodes[:-1, 1:-1]) + (0, 1)  # the rim is never free
+            there = here + (down, right)
+            both = nodes[tuple(there.T)]
+            both &= nodes[here[:, 0], there[:, 1]] & nodes[there[:, 0], here[:, 1]]  # a diagonal cuts no corner
+            here, there = here[both], there[both]
+            edges.append((index[tuple(here.T)], index[tuple(there.T)], np.full(len(here), 0.5 * np.hypot(down, right))))
+        source, target, length = (np.concatenate(part) for part in zip(*edges))
+        self._graph = scipy.sparse.csr_matrix((length, (source, target)), shape=(nodes.sum(),) * 2)
+        nearest = scipy.ndimage.distance_transform_edt(~nodes, return_distances=False, return_indices=True)
+        self._node = index[tuple(nearest)]
+        self._from_node = {}
+
+        # Positional states for the pictures: whole units, at least 1 from any wall, so that the legs fit too.
+        fits = np.argwhere(corners(split(BLOCK)))
+        self.truth_xy = self.corner + fits[:, ::-1] * (1, -1)
+        self.truth_obs = np.tile(RESET_POSE, (len(fits), 1)).astype(np.float32)
+        self.truth_obs[:, :2] = self.truth_xy
+        truth_nodes = self._nearest_node(self.truth_xy)
+        self.distance = scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=truth_nodes)[
+            :, truth_nodes].astype(np.float32)
+        self.start_index = int(np.linalg.norm(self.truth_xy, axis=1).argmin())
+        self.goal_index = None if goal is None else int(np.linalg.norm(self.truth_xy - self.goal_xy, axis=1).argmin())
+
+        cells = split(BLOCK)
+        self.num_cells = int(cells.sum())
+        self.cell_xy = self.corner + (np.argwhere(cells)[:, ::-1] + 0.5) * (1, -1)
+        nearest = scipy.ndimage.distance_transform_edt(~cells, return_distances=False, return_indices=True)
+        self._cell = (np.cumsum(cells).reshape(cells.shape) - 1)[tuple(nearest)]
+        self.cell_distance = self.geodesic(self.cell_xy, np.zeros(2))
+        # Free-space sampler: quarter-unit squares at least 1 from any wall, where no pose of the reset touches one.
+        squares = scipy.ndimage.binary_erosion(split(4 * BLOCK), np.ones((3, 3)), iterations=4)
+        self._squares = self.corner + np.argwhere(squares)[:, ::-1] * (0.25, -0.25)
+
+    def _nearest_node(self, xy):
+        column, row = np.rint((np.asarray(xy) - self.corner) * (2, -2)).astype(int).T
+        return self._node[row.clip(0, self._node.shape[0] - 1), column.clip(0, self._node.shape[1] - 1)]
+
+    def geodesic(self, xy_a, xy_b):
+        """Shortest way between positions xy_a [n, 2] and xy_b [2] -> [n] float32, both rounded to the 0.5 grid."""
+        node = int(self._nearest_node(np.reshape(xy_b, (1, 2)))[0])
+        if node not in self._from_node:
+            self._from_node[node] = scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=node)
+        return self._from_node[node][self._nearest_node(xy_a)].astype(np.float32)
+
+    def cell(self, obs):
+        """Index of the 1x1 cell that holds each position; obs [n, >= 2] -> [n] int, walls count as the next free cell."""
+        column, row = np.floor((np.asarray(obs)[:, :2] - self.corner) * (1, -1)).astype(int).T
+        return self._cell[row.clip(0, self._cell.shape[0] - 1), column.clip(0, self._cell.shape[1] - 1)]
+
+    # -------------------------------------------------------------------------------------------- plain dynamics
+    def move(self, actions):
+        """One step of all ants: actions int [N, 8] in 0..4 or float [N, 8] in [-1, 1] (clipped) -> obs [N, 29].
+
+        No autoreset, but an ant whose physics diverged goes back to s0, is marked in last_diverged and counted.
+        """
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs, 8):
+            raise ValueError(f"actions must have shape ({self.num_envs}, 8), got {actions.shape}")
+        if actions.dtype.kind in "iu":
+            if actions.min() < 0 or actions.max() > 4:
+                raise ValueError(f"actions must be indices 0..4, got {actions.min()}..{actions.max()}")
+            np.multiply(actions, 0.5, out=self._ctrl)
+            self._ctrl -= 1.0  # the paper's 5 equally spaced torques: -1, -0.5, 0, 0.5, 1
+        elif actions.dtype.kind == "f":
+            if not np.isfinite(actions).all():
+                raise ValueError("actions must be finite, got NaN or infinity")
+            self._ctrl[:] = actions
+        else:
+            raise ValueError(f"actions must be integers 0..4 or floats in [-1, 1], got dtype {actions.dtype}")
+        failed = ()
+        try:
+            self._batch.step(nstep=self.frame_skip)
+        except mujoco.batch.SimulationError as error:
+            failed = error.ids
+        low, high = self._bounds
+        good = ((self._physics > low) & (self._physics < high)).all(1)
+        column, row = ((self._physics[good, :2] - self.corner) * (1 / BLOCK, -1 / BLOCK)).astype(int).T
+        good[good] = self.free[row, column]
+        self.last_diverged = ~good
+        self.last_diverged[list(failed)] = True
+        if self._warnings.any():  # MuJoCo resets a diverged simulation by itself; only its counter tells
+            self.last_diverged |= self._warnings.any(1)
+            self._warnings[:] = 0
+        if self.last_diverged.any():
+            self.diverged += int(self.last_diverged.sum())
+            self.place(self.last_diverged, "s0")
+        else:
+            self.obs = self._physics.astype(np.float32)
+        return self.obs
+
+    def place(self, mask, where):
+        """Puts the ants of mask [N] bool at "s0" or "uniform" free positions (with noise), or in states [n, 29]."""
+        mask = np.asarray(mask)
+        if mask.shape != (self.num_envs,) or mask.dtype != bool:
+            raise ValueError(f"mask must be bool of shape ({self.num_envs},), got {mask.dtype} {mask.shape}")
+        count = int(mask.sum())
+        if isinstance(where, str):
+            if where not in ("s0", "uniform"):
+                raise ValueError(f"where must be 's0', 'uniform' or states [n, 29], got {where!r}")
+            states = np.tile(RESET_POSE, (count, 1))
+            if where == "uniform":
+                square = self.np_random.integers(len(self._squares), size=count)
+                states[:, :2] = self._squares[square] + self.np_random.uniform(0, 0.25, (count, 2)) * (1, -1)
+                heading = self.np_random.uniform(-np.pi, np.pi, count)
+                states[:, 3], states[:, 6] = np.cos(heading / 2), np.sin(heading / 2)
+            # Gymnasium's Ant: uniform on positions, normal on velocities.
+            states[:, :15] += self.np_random.uniform(-0.1, 0.1, (count, 15))
+            states[:, 15:] += 0.1 * self.np_random.standard_normal((count, 14))
+        else:
+            states = np.array(where, np.float64)
+            if states.shape != (count, 29) or not np.isfinite(states).all():
+                raise ValueError(f"where must be finite states of shape ({count}, 29), got {states.shape}")
+        norm = np.linalg.norm(states[:, 3:7], axis=1, keepdims=True)
+        if (norm < 1e-6).any():
+            raise ValueError("where must hold unit quaternions in columns 3:7, got zeros")
+        states[:, 3:7] /= norm
+        rows = np.zeros((count, self._rows.shape[1]))
+        rows[:, 1:30] = states
+        self._rows[mask] = rows
+        self.obs = self._physics.astype(np.float32)
+
+    def flipped(self):
+        """Ants on their back -> [N] bool."""
+        return on_back(self._physics)
+
+    def get_state(self):
+        """All that the next step depends on, as plain arrays, numbers and strings."""
+        return {"rows": self._rows.copy(), "steps": self._steps.copy(), "done": self._done.copy(),
+                "diverged": self.diverged, "last_diverged": self.last_diverged.copy(),
+                "rng": self.np_random.bit_generator.state}
+
+    def set_state(self, state):
+        """Continues bit for bit from get_state(); arrays may have become torch tensors."""
+        rows = np.asarray(state["rows"])
+        if rows.shape != self._rows.shape:
+            raise ValueError(f"state must hold rows of shape {self._rows.shape}, got {rows.shape}; same num_envs?")
+        self._rows[:] = rows
+        self._steps, self._done = np.asarray(state["steps"]).copy(), np.asarray(state["done"]).copy()
+        self.diverged, self.last_diverged = int(state["diverged"]), np.asarray(state["last_diverged"]).copy()
+        self.np_random.bit_generator.state = state["rng"]
+        self.obs = self._physics.astype(np.float32)
+
+    # -------------------------------------------------------------------------------------------- Gymnasium
+    def reset(self, *, seed=None, options=None):
+        if seed is not None and (not isinstance(seed, (int, np.integer)) or seed < 0):
+            raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
+        super().reset(seed=None if seed is None else int(seed))
+        self.place(np.ones(self.num_envs, bool), self.start)
+        self._steps[:], self._done[:] = 0, False
+        return self.obs, {}
+
+    def step(self, actions):
+        """-> obs [N, 29], reward [N], terminated [N], truncated [N], info with is_success and diverged [N]."""
+        fresh = self._done
+        self.move(actions)
+        if fresh.any():
+            self.place(fresh, self.start)
+        self._steps = np.where(fresh, 0, self._steps + 1)
+        if self.goal_xy is None:
+            reached = np.zeros(self.num_envs, bool)
+        else:
+            reached = (np.linalg.norm(self._physics[:, :2] - self.goal_xy, axis=1) <= GOAL_RADIUS) & ~fresh
+        truncated = ((self._steps >= self.max_episode_steps) | self.last_diverged) & ~fresh
+        self._done = reached | truncated
+        every = np.ones(self.num_envs, bool)
+        info = {"is_success": reached.copy(), "_is_success": every, "diverged": self.last_diverged, "_diverged": every}
+        return self.obs, reached.astype(np.float64), reached, truncated, info
+
+    def render(self):
+        """The ant of a single env as an RGB picture [480, 480, 3], a tuple of pictures for more."""
+        if self.render_mode is None:
+            return None
+        if self._renderer is None:
+            model = build_model(self.free, self.start_block, plain_height=1.0)
+            try:
+                self._renderer = mujoco.Renderer(model, 480, 480)
+            except Exception as error:  # each GL backend fails in its own way
+                raise RuntimeError(f"rendering needs OpenGL ({error}); set MUJOCO_GL=egl or osmesa, or use "
+                                   "draw_traces, which needs none") from None
+            self._render_data = mujoco.MjData(model)
+        center = self.corner + np.array([self.free.shape[1], -self.free.shape[0]]) * BLOCK / 2
+        camera = mujoco.MjvCamera()
+        camera.lookat, camera.distance = (*center, 0), 1.3 * BLOCK * max(self.free.shape)
+        camera.azimuth, camera.elevation = 90, -70
+        frames = []
+        for state in self._physics:
+            self._render_data.qpos[:] = state[:15]
+            mujoco.mj_forward(self._renderer.model, self._render_data)
+            self._renderer.update_scene(self._render_data, camera)
+            frames.append(self._renderer.render())
+        return tuple(frames)
+
+    def close_extras(self, **kwargs):
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+
+class AntMazeEnv(gymnasium.Env):
+    """One ant with Gymnasium's single interface; arguments as AntMazeVec without num_envs."""
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+
+    def __init__(self, maze="antmaze1", render_mode=None, **kwargs):
+        self.vec = AntMazeVec(maze, num_envs=1, render_mode=render_mode, **kwargs)
+        self.render_mode = render_mode
+        self.observation_space = self.vec.single_observation_space
+        self.action_space = self.vec.single_action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.vec._np_random = self.np_random
+        return self.vec.reset()[0][0], {}
+
+    def step(self, action):
+        action = np.asarray(action)
+        if action.shape != (8,):
+            raise ValueError(f"action must have shape (8,), got {action.shape}")
+        obs, reward, terminated, truncated, info = self.vec.step(action[None])
+        info = {name: bool(info[name][0]) for name in ("is_success", "diverged")}
+        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
+
+    def render(self):
+        frames = self.vec.render()
+        return None if frames is None else frames[0]
+
+    def close(self):
+        self.vec.close()
+
+
+for _number in (1, 2):
+    gymnasium.register(f"TATC/AntMaze{_number}-v0", entry_point=f"{__name__}:AntMazeEnv",
+                       vector_entry_point=f"{__name__}:AntMazeVec", kwargs={"maze": f"antmaze{_number}"})
+
+
+def make(name, num_envs, seed, **kwargs):
+    """An AntMazeVec of a built-in maze or of a maze text file."""
+    return AntMazeVec(name, num_envs, seed, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------ drawing
+def draw_maze(ax, env):
+    """The maze from above on a matplotlib axis: walls grey, s0 red, the goal's radius green."""
+    bottom_right = env.corner + np.array([env.free.shape[1], -env.free.shape[0]]) * BLOCK
+    ax.imshow(~env.free, cmap="Greys", vmin=0, vmax=1.6, zorder=0, interpolation="nearest",
+              extent=(env.corner[0], bottom_right[0], bottom_right[1], env.corner[1]))
+    if env.goal_xy is not None:
+        angle = np.linspace(0, 2 * np.pi, 60)
+        ax.fill(env.goal_xy[0] + GOAL_RADIUS * np.cos(angle), env.goal_xy[1] + GOAL_RADIUS * np.sin(angle),
+                color="tab:green", alpha=0.35, lw=0, zorder=1)
+    ax.plot(0, 0, "o", color="red", ms=6, zorder=5)
+    ax.set_aspect("equal")
+    ax.set_xticks([])
+    ax.set_yticks([])
+
+
+def _draw_phi(ax, env, phi):
+    """phi [S, >= 2] over the truth states, coloured by distance from s0, equal axes, s0 in red."""
+    points = ax.scatter(phi[:, 0], phi[:, 1], c=env.distance[env.start_index], cmap="viridis", s=14)
+    ax.plot(*phi[env.start_index, :2], "o", color="red", ms=6)
+    ax.set_aspect("equal", adjustable="datalim")
+    return points
+
+
+def draw_representation(path, env, phi):
+    """Maze (left) and phi [S, >= 2] (right) in the same colours: the geodesic distance from s0."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_maze(left, env)
+    left.scatter(*env.truth_xy.T, c=env.distance[env.start_index], cmap="viridis", s=14)
+    left.set_title(env.name)
+    figure.colorbar(_draw_phi(right, env, np.asarray(phi)), ax=right, label="distance from s0")
+    right.set_title("representation")
+    figure.savefig(path, dpi=120)
+
+
+def draw_progress(path, env, snapshots, titles):
+    """A row of representations: snapshots is a list of phi [S, 2], titles one string each."""
+    figure = Figure(figsize=(2.8 * len(snapshots), 3), layout="constrained")
+    for ax, phi, title in zip(figure.subplots(1, len(snapshots), squeeze=False)[0], snapshots, titles, strict=True):
+        _draw_phi(ax, env, np.asarray(phi))
+        ax.set_title(title, fontsize=9)
+        ax.tick_params(labelsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def draw_traces(path, env, traces, title):
+    """Trajectories traces [skills, starts, T, 2] of xy over the maze, one colour per skill."""
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    ax = figure.subplots()
+    draw_maze(ax, env)
+    for skill, paths in enumerate(np.asarray(traces)):
+        color = f"C{skill % 10}"
+        for path_xy in paths:
+            ax.plot(*path_xy.T, color=color, lw=1, alpha=0.8)
+            ax.plot(*path_xy[-1], "o", color=color, ms=3)
+    ax.set_title(title)
+    figure.savefig(path, dpi=120)
+
+
+# ------------------------------------------------------------------------------------------------ speed and physics
+def bare_loop(model, num_ants, num_threads, seed, frame_skip=5):
+    """mujoco.batch alone, from s0 with the usual noise -> (step(torques [N, 8]), states [N, 29], warnings [N, 7])."""
+    rng = np.random.default_rng(seed)
+    batch = mujoco.batch.Batch(model, num_ants, num_threads)
+    ctrl, states = batch.bind("ctrl"), batch.state[:, 1:30]
+    states[:] = RESET_POSE
+    states[:, :15] += rng.uniform(-0.1, 0.1, (num_ants, 15))
+    states[:, 15:] += 0.1 * rng.standard_normal((num_ants, 14))
+
+    def step(torques):
+        ctrl[:] = torques
+        batch.step(nstep=frame_skip)
+    return step, states, batch.warning[:, :, 1]
+
+
+def contenders(maze, seed):
+    """What the benchmark times: a list of (name, ants, threads, step function, actions [100, ants, 8])."""
+    free, start, _ = read_maze(maze, MAZES)
+    fast, plain = build_model(free, start), build_model(free, start, integrator="RK4", plain_height=4.0)
+    rng = np.random.default_rng(seed)
+    found = []
+    for ants in (32, 64):
+        index = rng.integers(0, 5, (100, ants, 8))
+        for threads in (1, 2):
+            found += [("antmaze.py", ants, threads, AntMazeVec(maze, ants, seed, threads).move, index),
+                      ("mujoco.batch, same model", ants, threads, bare_loop(fast, ants, threads, seed)[0], index / 2 - 1)]
+        found.append(("mujoco.batch, RK4, block walls", ants, 1, bare_loop(plain, ants, 1, seed)[0], index / 2 - 1))
+
+    def sync(env_id, package=None):
+        if package:
+            gymnasium.register_envs(importlib.import_module(package))
+        return gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id)] * 32)
+
+    for name, build in (
+            ("gymnasium Ant-v5, Sync (no maze)", lambda: sync("Ant-v5")),
+            ("gymnasium-robotics AntMaze_UMaze, Sync", lambda: sync("AntMaze_UMaze-v5", "gymnasium_robotics")),
+            ("envpool Ant-v5 (no maze)", lambda: importlib.import_module("envpool").make_gymnasium(
+                "Ant-v5", num_envs=32, num_threads=1, seed=seed))):
+        try:
+            envs = build()
+            envs.reset()
+        except Exception as error:  # a peer that is absent or does not fit these versions must not stop the others
+            print(f"{name}: skipped ({type(error).__name__}: {str(error).splitlines()[0]})")
+        else:
+            found.append((name, 32, 1, envs.step, rng.uniform(-1, 1, (100, 32, 8)).astype(np.float32)))
+    return found
+
+
+def benchmark(maze, seed, rounds=7, seconds=0.3):
+    """Random actions, 5 physics steps each -> result rows: CPU and wall microseconds per env step of one ant.
+
+    The contenders take turns, so that a busy machine slows all alike; the fastest round of each counts.
+    """
+    cpu, wall = {}, {}
+    timed = contenders(maze, seed)
+    for turn in range(rounds):
+        for name, ants, threads, step, actions in timed:
+            for action in actions if turn == 0 else actions[:2]:
+                step(action)
+            steps, cpu_start, wall_start = 0, time.process_time(), time.perf_counter()
+            while time.perf_counter() - wall_start < seconds:
+                step(actions[steps % 100])
+                steps += 1
+            key = name, ants, threads
+            cpu[key] = min(cpu.get(key, np.inf), (time.process_time() - cpu_start) / steps / ants * 1e6)
+            wall[key] = min(wall.get(key, np.inf), (time.perf_counter() - wall_start) / steps / ants * 1e6)
+    print(f"{'us per env step, ' + maze:42}ants threads     cpu    wall  cpu / antmaze.py")
+    for key, value in cpu.items():
+        print(f"{key[0]:42}{key[1]:4d}{key[2]:8d}{value:8.1f}{wall[key]:8.1f}{value / cpu['antmaze.py', *key[1:]]:10.2f}")
+    for name in ("antmaze.py", "mujoco.batch, same model"):
+        print(f"two threads, 64 ants, {name}: {wall[name, 64, 1] / wall[name, 64, 2]:.2f} times one by the wall clock")
+    return [("antmaze_speed", name, maze, seed, 0, f"{clock}_us_{ants}ants_{threads}threads", f"{value:.2f}")
+            for clock, values in (("cpu", cpu), ("wall", wall)) for (name, ants, threads), value in values.items()]
+
+
+def physics(maze, seed, num_ants=256):
+    """Standing height, random walk and flips of the chosen model, of RK4 at a small step, and of other torques."""
+    free, start, _ = read_maze(maze, MAZES)
+    variants = {  # name: (frame skip, arguments of build_model)
+        "chosen: torque 30, implicitfast 5 x 0.02": (5, {}),
+        "RK4 5 x 0.02": (5, {"integrator": "RK4"}),
+        "RK4 5 x 0.02, block walls": (5, {"integrator": "RK4", "plain_height": 4.0}),
+        "RK4 50 x 0.002, block walls (reference)": (50, {"integrator": "RK4", "timestep": 0.002, "plain_height": 4.0}),
+        "torque 30, implicitfast 5 x 0.01": (5, {"timestep": 0.01}),
+        "torque 75, implicitfast 5 x 0.02": (5, {"torque": 75}),
+        "torque 150, RK4 5 x 0.01 (Gymnasium)": (5, {"torque": 150, "integrator": "RK4", "timestep": 0.01}),
+    }
+    torques = np.random.default_rng(seed).integers(0, 5, (500, num_ants, 8)) / 2 - 1
+    rows = []
+    for name, (frame_skip, arguments) in variants.items():
+        model = build_model(free, start, **arguments)
+        step, states, _ = bare_loop(model, num_ants, 1, seed, 100 * frame_skip)
+        step(0.0)
+        values = {"standing_height": states[:, 2].mean()}
+        step, states, warnings = bare_loop(model, num_ants, 1, seed, frame_skip)
+        ever = np.zeros(num_ants, bool)
+        for torque in torques:
+            step(torque)
+            ever |= on_back(states)
+        walked = np.linalg.norm(states[:, :2], axis=1)
+        values |= {"distance_mean": walked.mean(), "distance_std": walked.std(),
+                   "distance_stderr": walked.std() / num_ants**0.5, "flipped_at_end": on_back(states).mean(),
+                   "flipped_ever": ever.mean(), "left_start_block": (np.abs(states[:, :2]).max(1) > BLOCK / 2).mean(),
+                   "warnings": warnings.sum()}
+        print(f"{name:42}" + "  ".join(f"{metric} {value:.3f}" for metric, value in values.items()), flush=True)
+        rows += [("antmaze_physics", name, maze, seed, 500, metric, f"{value:.4f}") for metric, value in values.items()]
+    return rows
+
+
+def render_film(path, maze, seed, frames=100):
+    """A random ant as .gif or .png; where there is no OpenGL, its path from above as .png."""
+    env, rng, pictures, trace = AntMazeEnv(maze, seed=seed, render_mode="rgb_array"), np.random.default_rng(seed), [], []
+    for _ in range(frames):
+        trace.append(env.step(rng.integers(0, 5, 8))[0][:2])
+        try:
+            if pictures is not None:
+                pictures.append(Image.fromarray(env.render()))
+        except RuntimeError as error:
+            print(error)
+            pictures = None
+    if pictures is None:
+        path = Path(path).with_suffix(".png")
+        draw_traces(path, env.vec, [[trace]], maze)
+    elif Path(path).suffix == ".gif":
+        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100, loop=0)
+    else:
+        pictures[-1].save(path)
+    env.close()
+    return path
+
+
+# ------------------------------------------------------------------------------------------------ command line
+@dataclass
+class Args:
+    maze: str = "antmaze1"
+    """antmaze1, antmaze2 or a maze text file"""
+    seed: int = 0
+    """seed of the ants and of their random actions"""
+    picture: str = "antmaze.png"
+    """where the picture from above is written"""
+    render: str | None = None
+    """write a film (.gif) or a picture (.png) of a random ant"""
+    benchmark: bool = True
+    """print the speed benchmark (half a minute)"""
+    physics: bool = False
+    """print the physics table (ten minutes)"""
+    results: str | None = None
+    """folder for antmaze_speed.csv and antmaze_physics.csv"""
+
+
+def main(args):
+    for name in dict.fromkeys([*MAZES, args.maze]):
+        env = AntMazeVec(name, 8, args.seed, start="uniform")
+        goal = "no goal" if env.goal_index is None else f"{env.distance[env.start_index, env.goal_index]:.1f} to the goal"
+        print(f"{name}: {env.free.sum()} free blocks, {env.num_cells} cells, {len(env.truth_xy)} positional states, "
+              f"{goal}, furthest cell {env.cell_distance.max():.1f}")
+    env = AntMazeVec(args.maze, 8, args.seed, start="uniform")
+    rng = np.random.default_rng(args.seed)
+    traces = np.stack([env.move(rng.integers(0, 5, (8, 8)))[:, :2] for _ in range(500)], 1)
+    draw_traces(args.picture, env, traces[:, None], f"{args.maze}: 500 random steps")
+    print(f"wrote {args.picture}")
+    if args.render:
+        print(f"wrote {render_film(args.render, args.maze, args.seed)}")
+    for wanted, measure in ((args.benchmark, benchmark), (args.physics, physics)):
+        rows = measure(args.maze, args.seed) if wanted else []
+        if rows and args.results:
+            path = Path(args.results) / f"{rows[0][0]}.csv"
+            with open(path, "w", newline="") as file:
+                csv.writer(file).writerows([("experiment", "method", "env", "seed", "step", "metric", "value"), *rows])
+            print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except (ValueError, OSError) as error:
+        print(f"antmaze.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,648 @@
+"""TATC: Temporal Abstractions-Augmented Temporally Contrastive Learning (Erraqabi et al., UAI 2022).
+
+    python tatc.py --env umaze
+
+Learns a 2-D representation phi of a maze together with eight directional skills, from one start state. Writes args.json,
+metrics.csv, checkpoint.pt, phi.npz, representation.png, progress.png and skills.png to the run directory.
+
+Departures from the paper (evidence in README.md):
+D1  Eq. 5 is read as the mean over steps of the squared norm (--boredom selects the other readings).
+D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N trajectories of length c" is --skills-per-update 1.
+D3  What the paper leaves open: the critics are separate networks of the policies' shape that also see the time left.
+"""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+import numpy as np
+import scipy.stats
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import nn
+from tqdm import tqdm
+
+import antmaze
+import gridworld
+
+# The appendix's values per domain. "grid" is for mazes of your own: the paper's rule for K is the distance of the furthest state.
+PAPER = {
+    "umaze": dict(reset_prob=0.3, random_walk_prob=0.4, episode_length=90, skill_length=30),
+    "tmaze": dict(reset_prob=0.2, random_walk_prob=0.4, episode_length=40, skill_length=20),
+    "4rooms": dict(reset_prob=0.25, random_walk_prob=0.5, episode_length=60, skill_length=20),
+    "grid": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20),
+    "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
+}
+GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=0.1, skill_update="a2c", updates=7000)
+ANT = dict(boredom_coef=5.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.001, skill_update="clipped",
+           skills_per_update=1, updates=10000)
+
+
+@dataclass
+class Args:
+    env: str = "umaze"
+    """umaze, tmaze, 4rooms, antmaze1, antmaze2, a maze text file, or ant:FILE for a text maze with the ant"""
+    seed: int = 0
+    """seed of everything: networks, policies, environment"""
+    run_dir: Optional[str] = None
+    """where to write; default runs/tatc/<env>/<variant>/seed<seed>"""
+    resume: bool = False
+    """continue the run in the run directory, or start it if there is none"""
+    updates: Optional[int] = None
+    """number of updates (paper: 7000 = 700 epochs of 10)"""
+    prior: Literal["s0", "uniform"] = "s0"
+    """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
+    beta: float = 0.2
+    """beta, weight of the repulsive term, Eq. 2"""
+    boredom_coef: Optional[float] = None
+    """beta', weight of the boredom term, Eq. 6; 0 is the paper's ablation"""
+    boredom: Literal["squared_mean", "mean", "squared_sum", "sum"] = "squared_mean"
+    """reading of Eq. 5: mean or sum over the c steps of the squared or plain norm; sum is the literal text"""
+    pair_gap: Optional[int] = None
+    """steps between the two states of a pair in the attractive term of Eq. 2 and in Eq. 5 (paper: 1)"""
+    dim: int = 2
+    """d, dimension of phi"""
+    num_directions: int = 8
+    """number of directions in Omega, on the circle of phi's first two dimensions"""
+    reset_prob: Optional[float] = None
+    """p_r, probability that an episode starts at s0"""
+    random_walk_prob: Optional[float] = None
+    """p_rw, probability that an episode is a random walk"""
+    episode_length: Optional[int] = None
+    """K, steps per episode"""
+    skill_length: Optional[int] = None
+    """c, steps per skill; L = K / c"""
+    num_envs: int = 32
+    """N, episodes collected side by side"""
+    skills_per_update: Optional[int] = None
+    """skills of every episode between two updates: L (Algorithm 1) or 1 (the text)"""
+    hidden: int = 128
+    """units in each of the two hidden layers"""
+    learning_rate: float = 1e-3
+    """RMSprop step size of every network"""
+    high_entropy_coef: Optional[float] = None
+    """entropy coefficient of pi_hi"""
+    low_entropy_coef: Optional[float] = None
+    """entropy coefficient of pi_low"""
+    skill_update: Optional[Literal["a2c", "clipped"]] = None
+    """how pi_low learns: the paper's vanilla A2C, or several passes over the same data with a clipped ratio"""
+    clipped_learning_rate: float = 3e-4
+    """Adam step size of the clipped update"""
+    clipped_passes: int = 4
+    """passes of the clipped update over the batch, in 8 minibatches each"""
+    clipped_gamma: float = 0.97
+    """discount of the clipped update's returns"""
+    num_threads: int = 1
+    """threads of the ant simulator; results do not depend on it"""
+    log_every: int = 100
+    """updates between two rows of metrics.csv"""
+    checkpoint_every: int = 500
+    """updates between two checkpoints"""
+    device: str = "cpu"
+    """torch device of the networks"""
+
+
+# --------------------------------------------------------------------------------------------------------- networks
+class Net(nn.Module):
+    """MLP with two hidden tanh layers on the concatenation of obs and extra.
+
+    obs is a float vector [..., obs_size], scaled by fixed constants, or a state index [...]: the one-hot code of a state times
+    the first layer's weight is a row of it.
+    """
+
+    def __init__(self, obs_size, extra_size, outputs, hidden, obs_scale=None):
+        super().__init__()
+        bound = (obs_size + extra_size) ** -0.5  # torch's own default for a linear layer
+        self.weight_obs = nn.Parameter(torch.empty(obs_size, hidden).uniform_(-bound, bound))
+        self.weight_extra = nn.Parameter(torch.empty(extra_size, hidden).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(hidden).uniform_(-bound, bound))
+        self.register_buffer("obs_scale", None if obs_scale is None else torch.as_tensor(obs_scale))
+        self.middle = nn.Linear(hidden, hidden)
+        self.out = nn.Linear(hidden, outputs)
+
+    def forward(self, obs, extra=None):
+        if obs.is_floating_point():
+            first = (obs * self.obs_scale) @ self.weight_obs + self.bias
+        else:
+            first = F.embedding(obs, self.weight_obs) + self.bias
+        if extra is not None:
+            first = first + extra @ self.weight_extra
+        return self.out(torch.tanh(self.middle(torch.tanh(first))))
+
+
+def make_env(args):
+    """The environment of --env; its module has the drawing functions."""
+    if args.env in antmaze.MAZES or args.env.startswith("ant:"):
+        return antmaze.make(args.env.removeprefix("ant:"), args.num_envs, args.seed, num_threads=args.num_threads), antmaze
+    return gridworld.make(args.env, args.num_envs, args.seed), gridworld
+
+
+def make_networks(args, env):
+    """phi, the two policies, and a critic for each."""
+    heads, values = env.action_shape
+
+    def net(extra_size, outputs):
+        return Net(env.obs_size, extra_size, outputs, args.hidden, env.obs_scale)
+
+    return nn.ModuleDict(
+        {
+            "phi": net(0, args.dim),
+            "pi_hi": net(0, args.num_directions),
+            "v_hi": net(1, 1),
+            "pi_low": net(args.dim, heads * values),
+            "v_low": net(args.dim + 1, 1),
+        }
+    ).to(args.device)
+
+
+def make_optimizers(args, networks):
+    """RMSprop for everything; with the clipped update, Adam for pi_low and its critic."""
+    if args.skill_update == "a2c":
+        return {"main": torch.optim.RMSprop(networks.parameters(), lr=args.learning_rate, foreach=True)}
+    main = [p for name in ("phi", "pi_hi", "v_hi") for p in networks[name].parameters()]
+    clipped = [p for name in ("pi_low", "v_low") for p in networks[name].parameters()]
+    return {"main": torch.optim.RMSprop(main, lr=args.learning_rate, foreach=True),
+            "clipped": torch.optim.Adam(clipped, lr=args.clipped_learning_rate)}
+
+
+def make_directions(args):
+    """Omega [n, d]: (cos(2 k pi / n), sin(2 k pi / n)), zero in any further dimension."""
+    angles = 2 * np.pi * np.arange(args.num_directions) / args.num_directions
+    omega = np.zeros((args.num_directions, args.dim), dtype=np.float32)
+    omega[:, 0], omega[:, 1] = np.cos(angles), np.sin(angles)
+    return omega
+
+
+# ----------------------------------------------------------------------------------------------------------- losses
+def contrastive_loss(phi_u, phi_v, phi_x, phi_y, beta):
+    """Eq. 2: transitions (u, v) [n, d] of random walks attract, independent pairs (x, y) [m, d] repel."""
+    attract = (phi_u - phi_v).square().sum(-1).mean()
+    repel = torch.exp(-(phi_x - phi_y).norm(dim=-1)).mean()
+    return attract + beta * repel, {"attract": attract.detach(), "repel": repel.detach()}
+
+
+def skill_reward(phi_s, phi_next, delta):
+    """Eq. 3: cosine [...] between the step phi_s -> phi_next [..., d] and delta [..., d]; 0 where phi does not move."""
+    step = phi_next - phi_s
+    norm = step.norm(dim=-1)
+    return torch.where(norm > 0, (step * delta).sum(-1) / norm.clamp_min(torch.finfo(norm.dtype).tiny), 0.0)
+
+
+def high_return(phi_first, phi_final):
+    """Eq. 4: the return [n] of each of the L choices of an episode from phi_first to phi_final [n, d]."""
+    return (phi_first - phi_final).norm(dim=-1)
+
+
+def boredom_loss(phi_tau, reading):
+    """Eq. 5: length of skill trajectories phi_tau [n, c + 1, d]; D1 is the reading "squared_mean"."""
+    step = phi_tau[:, 1:] - phi_tau[:, :-1]
+    length = step.square().sum(-1) if reading.startswith("squared") else step.norm(dim=-1)  # [n, c]
+    return (length.mean(1) if reading.endswith("mean") else length.sum(1)).mean()
+
+
+def actor_critic_loss(log_prob, entropy, value, returns, entropy_coef):
+    """Vanilla A2C with Monte-Carlo returns, all [n]: policy gradient with a learned baseline, entropy bonus, critic's error."""
+    advantage = returns - value.detach()
+    policy_loss = -(log_prob * advantage).mean() - entropy_coef * entropy.mean()
+    value_loss = (returns - value).square().mean()
+    return policy_loss + value_loss, {"policy": policy_loss.detach(), "value": value_loss.detach(), "entropy": entropy.mean().detach()}
+
+
+# ---------------------------------------------------------------------------------------------------------- rollout
+def policy_table(pi_low, omega):
+    """Cumulative action probabilities [S, n + 1, 4] of every skill in every gridworld state; the last skill is the random walk."""
+    states = torch.arange(len(pi_low.weight_obs), device=omega.device)
+    with torch.no_grad():
+        probabilities = F.softmax(pi_low(states[:, None], omega[None]), dim=-1).cpu().numpy()  # [S, n, 4]
+    walk = np.full_like(probabilities[:, :1], 0.25)
+    return np.cumsum(np.concatenate([probabilities, walk], axis=1), axis=-1)
+
+
+def make_actor(pi_low, omega, action_shape, rng):
+    """act(obs [N, ...], skill [N]) -> actions [N, heads], sampled from pi_low; skill n is the random walk.
+
+    In numpy, because a torch call costs more than these few numbers: a table in a gridworld, the same network otherwise.
+    """
+    if pi_low.obs_scale is None:
+        table = policy_table(pi_low, omega)
+        return lambda obs, skill: (rng.random((len(obs), 1)) > table[obs, skill, :-1]).sum(-1, keepdims=True)
+    weights = {name: value.detach().cpu().numpy() for name, value in pi_low.state_dict().items()}
+    weight_obs = weights["obs_scale"][:, None] * weights["weight_obs"]
+    first = weights["bias"] + omega.cpu().numpy() @ weights["weight_extra"]  # [n, hidden]
+    first = np.concatenate([first, np.zeros_like(first[:1])])
+
+    def act(obs, skill):
+        hidden = np.tanh(np.tanh(obs @ weight_obs + first[skill]) @ weights["middle.weight"].T + weights["middle.bias"])
+        logits = (hidden @ weights["out.weight"].T + weights["out.bias"]).reshape(len(obs), *action_shape)
+        logits[skill == len(omega)] = 0.0
+        return (logits - np.log(rng.standard_exponential(logits.shape, dtype=np.float32))).argmax(-1)  # Gumbel noise
+
+    return act
+
+
+def start_episodes(args, env, rng):
+    """Algorithm 1, lines 5-7: place the agents; returns which of them [N] walk randomly for this episode."""
+    if args.prior == "uniform":
+        env.place(np.ones(args.num_envs, dtype=bool), "uniform")
+    else:
+        env.place(rng.random(args.num_envs) < args.reset_prob, "s0")
+    return rng.random(args.num_envs) < args.random_walk_prob
+
+
+def rollout(args, env, networks, omega, random_walk, rng):
+    """Algorithm 1, lines 8-13: J = skills_per_update skills of c steps of each agent, or random walks of the same length.
+
+    Returns obs [J, c + 1, N, ...], actions [J, c, N, heads] and skills [J, N]; a random walk's skill is the number n.
+    """
+    skills, steps, heads = args.skills_per_update, args.skill_length, env.action_shape[0]
+    obs = np.empty((skills, steps + 1) + env.obs.shape, dtype=env.obs.dtype)
+    actions = np.empty((skills, steps, args.num_envs, heads), dtype=np.int64)
+    chosen = np.empty((skills, args.num_envs), dtype=np.int64)
+    act = make_actor(networks["pi_low"], omega, env.action_shape, rng)
+    for j in range(skills):
+        with torch.no_grad():
+            logits = networks["pi_hi"](torch.as_tensor(env.obs, device=omega.device)).cpu().numpy()
+        choice = np.argmax(logits + rng.gumbel(size=logits.shape), axis=-1)
+        chosen[j] = np.where(random_walk, args.num_directions, choice)
+        obs[j, 0] = env.obs
+        for t in range(steps):
+            actions[j, t] = act(env.obs, chosen[j])
+            obs[j, t + 1] = env.move(actions[j, t])
+    return obs, actions, chosen
+
+
+# ----------------------------------------------------------------------------------------------------------- update
+def encoder(phi):
+    """phi as a function of observations [...] -> [..., d]; in a gridworld every state goes through the network once."""
+    if phi.obs_scale is not None:
+        return phi
+    table = phi(torch.arange(len(phi.weight_obs), device=phi.weight_obs.device))
+    return lambda states: F.embedding(states, table)
+
+
+def log_prob_and_entropy(logits, actions):
+    """log pi(a|s) and entropy, both [n], of independent heads: logits [n, heads, values], actions [n, heads]."""
+    log_pi = F.log_softmax(logits, dim=-1)
+    return log_pi.gather(-1, actions[..., None]).squeeze(-1).sum(-1), -(log_pi.exp() * log_pi).sum((-1, -2))
+
+
+def discounted_returns(rewards, gamma):
+    """Monte-Carlo returns [n, c] of rewards [n, c]; no value is bootstrapped at the end of a skill."""
+    returns = rewards.clone()
+    for t in range(rewards.shape[1] - 2, -1, -1):
+        returns[:, t] += gamma * returns[:, t + 1]
+    return returns
+
+
+def low_level_outputs(networks, omega, obs, actions, skill, time_left):
+    """log pi_low, its entropy, and V_low, all [n], at obs [n, ...], actions [n, heads], skill [n], time_left [n]."""
+    if obs.is_floating_point():
+        logits = networks["pi_low"](obs, omega[skill])
+    else:  # a (state, skill) pair that was visited many times goes through the network once
+        pairs, inverse = torch.unique(obs * len(omega) + skill, return_inverse=True)
+        logits = F.embedding(inverse, networks["pi_low"](pairs // len(omega), omega[pairs % len(omega)]))
+    log_prob, entropy = log_prob_and_entropy(logits.unflatten(-1, (actions.shape[-1], -1)), actions)
+    value = networks["v_low"](obs, torch.cat([omega[skill], time_left[:, None]], dim=-1)).squeeze(-1)
+    return log_prob, entropy, value
+
+
+def flatten_trajectories(obs, actions, skill):
+    """Steps of skill trajectories, obs [n, c, ...], actions [n, c, heads], skill [n], as rows, with the share of time left."""
+    count, steps = actions.shape[:2]
+    time_left = (1 - torch.arange(steps, device=skill.device) / steps).repeat(count)
+    return obs.flatten(0, 1), actions.flatten(0, 1), skill.repeat_interleave(steps), time_left
+
+
+def clipped_update(args, networks, optimizer, omega, obs, actions, skill, rewards, rng):
+    """The data-reusing alternative to A2C (D4): clipped probability ratio, normalised advantage; shapes as above, rewards [n, c]."""
+    returns = discounted_returns(rewards, args.clipped_gamma).reshape(-1)
+    rows = flatten_trajectories(obs, actions, skill)
+    with torch.no_grad():
+        old_log_prob, entropy, old_value = low_level_outputs(networks, omega, *rows)
+    advantage = returns - old_value
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    parameters = [*networks["pi_low"].parameters(), *networks["v_low"].parameters()]
+    for _ in range(args.clipped_passes):
+        for index in np.array_split(rng.permutation(len(returns)), 8):
+            index = torch.as_tensor(index, device=returns.device)
+            log_prob, entropy, value = low_level_outputs(networks, omega, *(part[index] for part in rows))
+            ratio = (log_prob - old_log_prob[index]).exp()
+            gain = torch.minimum(ratio * advantage[index], ratio.clamp(0.8, 1.2) * advantage[index])
+            value_loss = (returns[index] - value).square().mean()
+            policy_loss = -gain.mean() - args.low_entropy_coef * entropy.mean()
+            optimizer.zero_grad()
+            (policy_loss + 0.5 * value_loss).backward()
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
+    return {"policy": policy_loss.detach(), "value": value_loss.detach(), "entropy": entropy.mean().detach()}
+
+
+def high_level_loss(args, networks, obs, choice, returns):
+    """A2C of pi_hi on episodes: obs [n, L, ...] where a skill began, choice [n, L], returns [n] shared by all L (Eq. 4)."""
+    count, skills = choice.shape
+    time_left = (1 - torch.arange(skills, device=returns.device) / skills).repeat(count)[:, None]
+    obs = obs.flatten(0, 1)
+    log_prob, entropy = log_prob_and_entropy(networks["pi_hi"](obs)[:, None], choice.reshape(-1, 1))
+    value = networks["v_hi"](obs, time_left).squeeze(-1)
+    return actor_critic_loss(log_prob, entropy, value, returns.repeat_interleave(skills), args.high_entropy_coef)
+
+
+def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
+    """Algorithm 1, lines 15-16. The policies' rewards use phi from before its update, so one backward pass serves all losses.
+
+    batch: obs, actions, skills of `rollout`. episode: (obs [L, N, ...] where each skill began, final obs [N, ...], skills [L, N])
+    once the episode is complete, otherwise None.
+    """
+    device, (obs, actions, skills) = args.device, batch
+    walkers, workers = np.flatnonzero(random_walk), np.flatnonzero(~random_walk)
+    loss, info = torch.zeros((), device=device), {}
+    encode = encoder(networks["phi"])
+
+    def tensor(array):
+        return torch.as_tensor(np.ascontiguousarray(array), device=device)
+
+    if len(walkers):
+        walk = tensor(obs[:, :, walkers].swapaxes(1, 2)).flatten(0, 1)  # [J * walkers, c + 1, ...]
+        phi_walk = encode(walk)
+        phi_u, phi_v = (part.reshape(-1, args.dim) for part in (phi_walk[:, : -args.pair_gap], phi_walk[:, args.pair_gap :]))
+        pairs = tensor(rng.integers(len(phi_u), size=(2, len(phi_u))))
+        phi_x, phi_y = F.embedding(pairs, phi_u)
+        contrastive, terms = contrastive_loss(phi_u, phi_v, phi_x, phi_y, args.beta)
+        loss = loss + contrastive
+        info |= {f"loss/{key}": value for key, value in terms.items()}
+    if len(workers):
+        tau = tensor(obs[:, :, workers].swapaxes(1, 2)).flatten(0, 1)  # [J * workers, c + 1, ...]
+        tau_actions = tensor(actions[:, :, workers].swapaxes(1, 2)).flatten(0, 1)
+        tau_skill = tensor(skills[:, workers]).flatten()
+        phi_tau = encode(tau)
+        boredom = boredom_loss(phi_tau[:, :: args.pair_gap], args.boredom)
+        loss = loss + args.boredom_coef * boredom  # Eq. 6
+        reward = skill_reward(phi_tau[:, :-1].detach(), phi_tau[:, 1:].detach(), omega[tau_skill][:, None])
+        if args.skill_update == "clipped":
+            terms = clipped_update(args, networks, optimizers["clipped"], omega, tau[:, :-1], tau_actions, tau_skill, reward, rng)
+        else:
+            outputs = low_level_outputs(networks, omega, *flatten_trajectories(tau[:, :-1], tau_actions, tau_skill))
+            returns = discounted_returns(reward, 1.0).reshape(-1)
+            low, terms = actor_critic_loss(*outputs, returns, args.low_entropy_coef)
+            loss = loss + low
+        info |= {f"loss/low_{key}": value for key, value in terms.items()}
+        info |= {"loss/boredom": boredom.detach(), "rollout/skill_reward": reward.mean()}
+        if episode is not None:
+            began, final, choice = episode
+            returns = high_return(encode(tensor(began[0, workers])), encode(tensor(final[workers]))).detach()
+            high, terms = high_level_loss(
+                args, networks, tensor(began[:, workers].swapaxes(0, 1)), tensor(choice[:, workers].T), returns
+            )
+            loss = loss + high
+            info |= {f"loss/high_{key}": value for key, value in terms.items()} | {"rollout/high_return": returns.mean()}
+    optimizers["main"].zero_grad()
+    loss.backward()
+    optimizers["main"].step()
+    return info
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+def rank_correlation(phi, env):
+    """Spearman correlation of ||phi(s) - phi(s')|| with the true distance, over all pairs and from s0; phi [S, d]."""
+    upper = np.triu_indices(len(phi), 1)
+    distance = np.linalg.norm(phi[upper[0]] - phi[upper[1]], axis=-1)
+    from_start = np.linalg.norm(phi - phi[env.start_index], axis=-1)
+    return {
+        "eval/spearman_all": scipy.stats.spearmanr(distance, env.distance[upper]).statistic,
+        "eval/spearman_s0": scipy.stats.spearmanr(from_start, env.distance[env.start_index]).statistic,
+        "eval/extent": distance.max(),
+    }
+
+
+@torch.no_grad()
+def representation(args, networks, env):
+    """phi [S, d] of the ground-truth states."""
+    return networks["phi"](torch.as_tensor(env.truth_obs, device=args.device)).cpu().numpy()
+
+
+def skill_traces(args, networks, omega, num_starts=12):
+    """xy [n, starts, c + 1, 2] of every skill from the reset pose at positions spread over an ant maze."""
+    count, rng = len(omega), np.random.default_rng(0)
+    env = antmaze.make(args.env.removeprefix("ant:"), count * num_starts, 0)
+    order = np.argsort(env.distance[env.start_index], kind="stable")
+    starts = env.truth_obs[order[np.linspace(0, len(order) - 1, num_starts).astype(int)]]
+    env.place(np.ones(env.num_envs, dtype=bool), np.tile(starts, (count, 1)))
+    act, skill = make_actor(networks["pi_low"], omega, env.action_shape, rng), np.repeat(np.arange(count), num_starts)
+    traces = [env.obs[:, :2]]
+    for _ in range(args.skill_length):
+        traces.append(env.move(act(env.obs, skill))[:, :2])
+    return np.stack(traces, axis=1).reshape(count, num_starts, -1, 2)
+
+
+# ----------------------------------------------------------------------------------------------- arguments and files
+class UsageError(Exception):
+    """Something the user asked for that cannot be done; the message names the cause and the fix."""
+
+
+def resolve(args):
+    """The environment, and the arguments with the paper's values for it in place of None."""
+    for name in ("num_envs", "dim", "num_directions", "hidden", "clipped_passes", "num_threads", "log_every", "checkpoint_every"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least 1")
+    if args.dim < 2:
+        raise UsageError(f"--dim is {args.dim}; directional skills need at least 2")
+    env, world = make_env(args)
+    defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name in ("skill_length", "pair_gap", "updates"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least 1")
+    if args.episode_length is None:
+        args.episode_length = int(np.ceil(env.cell_distance.max() / args.skill_length)) * args.skill_length
+    if args.episode_length < 1 or args.episode_length % args.skill_length:
+        raise UsageError(f"--episode-length is {args.episode_length}; use a positive multiple of --skill-length {args.skill_length}")
+    skills = args.episode_length // args.skill_length
+    args.skills_per_update = args.skills_per_update or skills
+    if args.skills_per_update < 1 or skills % args.skills_per_update:
+        raise UsageError(f"--skills-per-update is {args.skills_per_update}; use a divisor of L = {skills}")
+    for name in ("reset_prob", "random_walk_prob"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a probability")
+    for name in ("beta", "boredom_coef", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"--device {args.device!r} is not usable here; try cpu") from None
+    if args.run_dir is None:
+        variant = args.prior
+        if args.boredom_coef != defaults["boredom_coef"]:
+            variant += f"-boredom{args.boredom_coef:g}"
+        if args.boredom != "squared_mean":
+            variant += f"-{args.boredom}"
+        args.run_dir = f"runs/tatc/{Path(args.env).stem}/{variant}/seed{args.seed}"
+    return env, world
+
+
+def write_atomically(path, write):
+    """Write to a temporary file, flush it to disk, rename: a kill leaves the old file or the new one, never half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def as_tensors(tree):
+    """Numpy arrays in a tree of dicts as tensors, so that a checkpoint loads with weights_only=True."""
+    if isinstance(tree, dict):
+        return {key: as_tensors(value) for key, value in tree.items()}
+    return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
+
+
+def load_checkpoint(path):
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:
+        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); delete it to start again") from None
+
+
+def write_args(args, run_dir):
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
+    content = json.dumps(asdict(args) | {"script": Path(__file__).stem, "versions": versions, "commit": commit}, indent=2)
+    write_atomically(run_dir / "args.json", lambda file: file.write(content.encode()))
+
+
+def read_rows(path, last_update):
+    """The rows of metrics.csv up to `last_update`: what was logged after the checkpoint is made again."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if int(row["update"]) <= last_update]
+
+
+def write_rows(path, rows):
+    """metrics.csv anew; a quantity that did not occur between two log points is left empty there."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [",".join(columns)] + [",".join(row.get(key, "") for key in columns) for row in rows]
+    write_atomically(path, lambda file: file.write(("\n".join(lines) + "\n").encode()))
+
+
+# --------------------------------------------------------------------------------------------------------- training
+def train(args):
+    torch.set_num_threads(1)  # networks this small run slower on more threads
+    env, world = resolve(args)
+    run_dir = Path(args.run_dir)
+    checkpoint_path, metrics_path = run_dir / "checkpoint.pt", run_dir / "metrics.csv"
+    if not args.resume and (run_dir / "args.json").exists():
+        raise UsageError(f"{run_dir} holds a run already; add --resume to continue it or choose another --run-dir")
+
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+    networks = make_networks(args, env)
+    omega = torch.as_tensor(make_directions(args), device=args.device)
+    optimizers = make_optimizers(args, networks)
+    skills_per_episode = args.episode_length // args.skill_length
+    far_cells = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
+
+    done, seconds, sums, rows, snapshots = 0, 0.0, {}, [], {}
+    visited = np.zeros(env.num_cells, dtype=bool)
+    random_walk, began, choices = None, [], []
+    identity = {key: value for key, value in asdict(args).items() if key not in ("updates", "run_dir", "resume", "device", "num_threads")}
+    if args.resume and checkpoint_path.exists():
+        checkpoint = load_checkpoint(checkpoint_path)
+        other = [f"{key} {old!r} there, {identity.get(key)!r} here"
+                 for key, old in checkpoint.get("args", {"env": "unknown"}).items() if identity.get(key) != old]
+        if other:
+            raise UsageError(f"{checkpoint_path} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
+        done, seconds, sums = checkpoint["update"], checkpoint["seconds"], checkpoint["sums"]
+        networks.load_state_dict(checkpoint["networks"])
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(checkpoint["optimizers"][name])
+        env.set_state(checkpoint["env"])
+        rng.bit_generator.state = checkpoint["rng"]
+        snapshots = {update: phi.numpy() for update, phi in checkpoint["snapshots"].items()}
+        visited, random_walk = checkpoint["visited"].numpy(), checkpoint["random_walk"].numpy()
+        began, choices = ([array.numpy() for array in checkpoint[key]] for key in ("began", "choices"))
+        rows = read_rows(metrics_path, done)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_args(args, run_dir)
+    print(f"writing to {run_dir}" + (f", continuing after update {done}" if done else ""))
+
+    stages = {max(1, round(share * args.updates)) for share in (0.03, 0.08, 0.15, 0.3, 0.6, 1.0)}
+    begin = time.perf_counter() - seconds
+    bar = tqdm(range(done + 1, args.updates + 1), initial=done, total=args.updates, unit="update", dynamic_ncols=True)
+    for number in bar:
+        if not began:
+            random_walk = start_episodes(args, env, rng)
+        obs, actions, skills = rollout(args, env, networks, omega, random_walk, rng)
+        began.extend(obs[:, 0])
+        choices.extend(skills)
+        complete = len(began) == skills_per_episode
+        episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if complete else None
+        info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, rng)
+        if complete:
+            began, choices = [], []
+
+        cells = env.cell(obs[:, 1:].reshape((-1,) + obs.shape[3:]))
+        visited[cells] = True
+        info |= {"eval/far": far_cells[cells].mean(), "rollout/random_walks": random_walk.mean()}
+        for key, value in info.items():
+            total, count = sums.get(key, (0.0, 0))
+            sums[key] = (total + float(value), count + 1)
+        if number in stages:
+            snapshots[number] = representation(args, networks, env)
+        if number % args.log_every == 0 or number == args.updates:
+            steps = number * args.skills_per_update * args.skill_length * args.num_envs
+            row = {"update": number, "env_steps": steps, "seconds": time.perf_counter() - begin}
+            row |= {key: total / count for key, (total, count) in sorted(sums.items())}
+            row |= rank_correlation(representation(args, networks, env), env)
+            row |= {"eval/coverage": visited.mean(), "rollout/reached": env.cell_distance[visited].max()}
+            rows.append({key: str(value) if isinstance(value, int) else format(value, ".6g") for key, value in row.items()})
+            write_rows(metrics_path, rows)
+            bar.set_postfix({key: format(row[f"eval/{key}"], ".2f") for key in ("spearman_all", "spearman_s0", "coverage", "far")})
+            sums, visited[:] = {}, False
+        if number % args.checkpoint_every == 0 or number == args.updates:
+            checkpoint = {
+                "script": "tatc", "args": identity, "update": number, "seconds": time.perf_counter() - begin, "sums": sums,
+                "networks": networks.state_dict(), "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}, "env": as_tensors(env.get_state()),
+                "rng": rng.bit_generator.state, "snapshots": as_tensors(snapshots), "visited": torch.as_tensor(visited),
+                "random_walk": torch.as_tensor(random_walk), "began": [torch.as_tensor(array) for array in began],
+                "choices": [torch.as_tensor(array) for array in choices],
+            }
+            write_atomically(checkpoint_path, lambda file: torch.save(checkpoint, file))
+    finish(args, env, world, networks, omega, snapshots, rows, run_dir)
+
+
+def finish(args, env, world, networks, omega, snapshots, rows, run_dir):
+    """phi.npz, the pictures, and the last numbers."""
+    phi = representation(args, networks, env)
+    distance = env.distance[env.start_index]
+    write_atomically(
+        run_dir / "phi.npz", lambda file: np.savez(file, xy=env.truth_xy, phi=phi, distance=distance, start=env.start_index)
+    )
+    world.draw_representation(run_dir / "representation.png", env, phi)
+    world.draw_progress(run_dir / "progress.png", env, list(snapshots.values()), [f"update {update}" for update in snapshots])
+    if world is gridworld:
+        probabilities = np.diff(policy_table(networks["pi_low"], omega)[:, :-1], axis=-1, prepend=0.0)
+        gridworld.draw_skills(run_dir / "skills.png", env, probabilities.swapaxes(0, 1), omega.cpu().numpy())
+    else:
+        traces = skill_traces(args, networks, omega)
+        antmaze.draw_traces(run_dir / "skills.png", env, traces, f"{args.skill_length} steps of each skill")
+    print(", ".join(f"{key} {rows[-1][key]}" for key in rows[-1] if key.startswith("eval/")))
+    print(f"pictures: {run_dir}/representation.png, progress.png, skills.png")
+
+
+if __name__ == "__main__":
+    try:
+        train(tyro.cli(Args))
+    except (UsageError, gridworld.MazeError, antmaze.MazeError) as error:
+        print(f"tatc.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,575 @@
+"""Every claim the code makes, asserted: `python -m pytest -q test_all.py` (minutes on 2 cores: see README).
+
+`python test_all.py` prints the speed ratios instead: a TATC update against its bare forward and backward passes, and against
+the same algorithm written naively.
+"""
+
+import ast
+import copy
+import csv
+import itertools
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+import tyro
+from gymnasium.utils.env_checker import check_env
+from torch import nn
+
+import gridworld
+import tatc
+
+ROOT = Path(__file__).parent
+GRIDS = ("umaze", "tmaze", "4rooms")
+CORRIDOR = "S.................G\n...................\n"  # small enough to learn in seconds
+pytestmark = pytest.mark.filterwarnings("ignore:.*already in registry")  # scripts are run again in this process
+torch.set_num_threads(1)
+
+
+def run_script(monkeypatch, capsys, script, *arguments):
+    """Exit code, stdout and stderr of `python script arguments`, in this process to save the imports."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *map(str, arguments)])
+    capsys.readouterr()
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def write_maze(tmp_path, text, name="maze.txt"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+# -------------------------------------------------------------------------------------------------------- gridworld
+@pytest.mark.parametrize("name", GRIDS)
+def test_moves_and_distances_against_brute_force(name):
+    env = gridworld.make(name, 1, 0)
+    rows = gridworld.MAZES[name].split("\n")
+    height, width = len(rows), len(rows[0])
+    free = {(x, y) for y in range(1, height + 1) for x in range(1, width + 1) if rows[height - y][x - 1] != "#"}
+    index = {tuple(xy): state for state, xy in enumerate(env.truth_xy)}
+    assert set(index) == free
+    for (x, y), state in index.items():
+        for action, (dx, dy) in enumerate([(0, 1), (1, 0), (0, -1), (-1, 0)]):
+            assert env.next_state[state, action] == index.get((x + dx, y + dy), state)
+    distance, queue = {(1, 1): 0}, deque([(1, 1)])
+    while queue:
+        x, y = queue.popleft()
+        for neighbour in ((x, y + 1), (x + 1, y), (x, y - 1), (x - 1, y)):
+            if neighbour in free and neighbour not in distance:
+                distance[neighbour] = distance[x, y] + 1
+                queue.append(neighbour)
+    assert env.start_index == index[1, 1]
+    for xy, steps in distance.items():
+        assert env.distance[env.start_index, index[xy]] == env.distance[index[xy], env.start_index] == steps
+
+
+def test_mazes_have_the_papers_sizes_and_goals():
+    facts = {"umaze": ((30, 30), (1, 30), 79), "tmaze": ((30, 40), (25, 30), 53), "4rooms": ((21, 21), (1, 21), 56)}
+    for name, (shape, goal, steps) in facts.items():
+        env = gridworld.make(name, 1, 0)
+        assert env.free.shape == shape
+        assert tuple(env.truth_xy[env.goal_index]) == goal
+        assert env.distance[env.start_index, env.goal_index] == steps == env.distance[env.start_index].max()
+    right_end = np.flatnonzero((gridworld.make("tmaze", 1, 0).truth_xy == (40, 1)).all(1))
+    assert gridworld.make("tmaze", 1, 0).cell_distance[right_end] == 39
+
+
+def test_laplacian_and_values_against_definitions():
+    env = gridworld.make("4rooms", 1, 0)
+    walk = env.random_walk()
+    assert np.array_equal(walk, walk.T) and np.allclose(walk.sum(1), 1)
+    values, vectors = env.laplacian_eigenvectors(3)
+    assert np.allclose(vectors - walk @ vectors, vectors * values, atol=1e-9)
+    assert np.allclose(vectors.T @ vectors, np.eye(3)) and np.allclose(vectors[:, 0], vectors[0, 0])
+    gamma, iterated, goal = 0.98, np.zeros(env.num_states), env.goal_index
+    policy = np.random.default_rng(0).dirichlet(np.ones(4), env.num_states)
+    followed = np.zeros(env.num_states)
+    for _ in range(3000):
+        backup = np.where(env.next_state == goal, 1.0, gamma * iterated[env.next_state])
+        iterated = np.where(np.arange(env.num_states) == goal, 0.0, backup.max(1))
+        backup = (policy * np.where(env.next_state == goal, 1.0, gamma * followed[env.next_state])).sum(1)
+        followed = np.where(np.arange(env.num_states) == goal, 0.0, backup)
+    assert np.allclose(env.optimal_values(gamma), iterated, atol=1e-6)
+    assert np.allclose(env.policy_values(policy, gamma), followed, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["UMaze", "TMaze", "4Rooms"])
+def test_gymnasium_and_stable_baselines_accept_the_gridworlds(name):
+    env = gymnasium.make(f"TATC/{name}-v0")
+    check_env(env.unwrapped)
+    vector = gymnasium.make_vec(f"TATC/{name}-v0", num_envs=3, vectorization_mode="vector_entry_point")
+    assert isinstance(vector, gridworld.GridWorldVec) and vector.reset(seed=0)[0].shape == (3,)
+    try:
+        from stable_baselines3.common.env_checker import check_env as check_stable_baselines
+    except ImportError:
+        return
+    check_stable_baselines(env.unwrapped)
+
+
+def test_vector_env_against_single_envs():
+    """Terminated, truncated, rewards and the autoreset of the batch are those of Gymnasium's own SyncVectorEnv."""
+    kwargs = dict(maze="4rooms", start="uniform", max_episode_steps=17)
+    single = [gridworld.GridWorldEnv(**kwargs) for _ in range(50)]
+    batch = gridworld.GridWorldVec(num_envs=50, **kwargs)
+    batch.reset(seed=0)
+    for env, state in zip(single, batch.obs):
+        env.reset()
+        env.vec.place(np.array([True]), state)
+    rng, ended = np.random.default_rng(1), np.zeros(50, dtype=bool)
+    goals = truncations = 0
+    for _ in range(200):
+        actions = rng.integers(4, size=50)
+        obs, reward, terminated, truncated, _ = batch.step(actions)
+        for i, env in enumerate(single):
+            if ended[i]:
+                env.reset()
+                env.vec.place(np.array([True]), obs[i])
+                assert reward[i] == 0 and not terminated[i] and not truncated[i]
+            else:
+                assert env.step(actions[i])[:4] == (obs[i], reward[i], terminated[i], truncated[i])
+                assert reward[i] == (obs[i] == batch.goal_index) == terminated[i]
+        assert not (terminated & truncated).any()
+        goals, truncations, ended = goals + terminated.sum(), truncations + truncated.sum(), terminated | truncated
+    assert goals > 0 and truncations > 0
+
+
+def test_gridworld_state_round_trip_and_uniform_placement():
+    env, mask = gridworld.make("umaze", 4000, 0), np.ones(4000, dtype=bool)
+    state = env.get_state()
+    env.place(mask, "uniform")
+    first = env.obs.copy()
+    env.set_state(state)
+    env.place(mask, "uniform")
+    assert np.array_equal(env.obs, first)
+    assert len(np.unique(first)) == env.num_states  # 4000 draws of 400 states miss one with probability 2 %, not with this seed
+    env.place(np.arange(4000) < 7, "s0")
+    assert (env.obs[:7] == env.start_index).all() and np.array_equal(env.obs[7:], first[7:])
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("", "empty"), ("S..\n..\n", "line 2: 2 characters"), ("...\n...\n", "0 start cells"), ("S.S\n", "2 start cells"),
+    ("S.G\n..G\n", "line 2: a second goal"), ("S.#G\n", "line 1: the goal cannot be reached"), ("S.x\n", "unknown character 'x'"),
+    ("S#.\n", "no free neighbour"),
+])
+def test_malformed_mazes_are_refused_by_line_and_reason(tmp_path, monkeypatch, capsys, text, reason):
+    path = write_maze(tmp_path, text)
+    for script, option in (("gridworld.py", "--maze"), ("tatc.py", "--env")):
+        code, _, err = run_script(monkeypatch, capsys, script, option, path)
+        assert code == 2 and reason in err and path in err and err.count("\n") == 1
+
+
+def test_unreachable_cells_are_walls_and_spaces_are_free(tmp_path):
+    env = gridworld.make(write_maze(tmp_path, "S G#.\n   #.\n"), 1, 0)
+    assert env.num_states == 6 and np.isfinite(env.distance).all()
+
+
+def test_gridworld_main(tmp_path, monkeypatch, capsys):
+    picture = tmp_path / "mazes.png"
+    code, out, _ = run_script(monkeypatch, capsys, "gridworld.py", "--picture", picture, "--benchmark-seconds", 0.05)
+    assert code == 0 and picture.stat().st_size > 10_000
+    assert "umaze: 400 states, furthest 79 steps from s0, goal 79 steps away" in out and "x" in out.splitlines()[-1]
+
+
+# ------------------------------------------------------------------------------------------------------ TATC, losses
+def close(a, b):
+    return np.allclose(float(a), float(b), rtol=1e-5, atol=1e-6)
+
+
+def test_equations_2_to_5_against_loops():
+    rng = np.random.default_rng(0)
+    u, v, x, y = (torch.tensor(rng.normal(size=(7, 3))) for _ in range(4))
+    expected = 0.0
+    for i in range(7):
+        expected += sum((u[i, k] - v[i, k]) ** 2 for k in range(3)) / 7
+        expected += 0.2 * torch.exp(-torch.sqrt(sum((x[i, k] - y[i, k]) ** 2 for k in range(3)))) / 7
+    assert close(tatc.contrastive_loss(u, v, x, y, 0.2)[0], expected)
+
+    delta = torch.tensor([0.6, 0.8, 0.0])
+    v[3] = u[3]
+    reward = tatc.skill_reward(u, v, delta.expand(7, 3))
+    for i in range(7):
+        step = v[i] - u[i]
+        assert close(reward[i], 0.0 if i == 3 else sum(step[k] * delta[k] for k in range(3)) / step.norm())
+    assert close(tatc.high_return(u, x)[2], float(sum((u[2, k] - x[2, k]) ** 2 for k in range(3))) ** 0.5)
+
+    tau = torch.tensor(rng.normal(size=(4, 6, 2)))
+    for reading in ("sum", "mean", "squared_sum", "squared_mean"):
+        total = 0.0
+        for n in range(4):
+            for k in range(5):
+                norm = float(sum((tau[n, k, i] - tau[n, k + 1, i]) ** 2 for i in range(2))) ** 0.5
+                total += (norm**2 if "squared" in reading else norm) / (5 if "mean" in reading else 1) / 4
+        assert close(tatc.boredom_loss(tau, reading), total)
+
+
+def dense(net):
+    """The same network as torch layers on one-hot inputs, with its own parameters."""
+    hidden = net.bias.shape[0]
+    layers = nn.Sequential(nn.Linear(len(net.weight_obs) + len(net.weight_extra), hidden), nn.Tanh(), nn.Linear(hidden, hidden),
+                           nn.Tanh(), nn.Linear(hidden, net.out.out_features))
+    weight = torch.cat([net.weight_obs, net.weight_extra]).detach().T.clone()
+    layers[0].load_state_dict({"weight": weight, "bias": net.bias.detach().clone()})
+    layers[2].load_state_dict(net.middle.state_dict())
+    layers[4].load_state_dict(net.out.state_dict())
+    return layers
+
+
+def small_setup(tmp_path, **kwargs):
+    args = tatc.Args(env=write_maze(tmp_path, "S...\n..##\n...G\n"), num_envs=6, hidden=16, skill_length=4, episode_length=12,
+                     updates=1, run_dir="unused", **kwargs)
+    env, _ = tatc.resolve(args)
+    torch.manual_seed(0)
+    networks = tatc.make_networks(args, env)
+    omega = torch.as_tensor(tatc.make_directions(args))
+    return args, env, networks, omega
+
+
+def test_one_update_against_a_naive_loop(tmp_path):
+    """Rewards, returns, advantages, entropies, every loss and so the gradient of every parameter, one step at a time."""
+    args, env, networks, omega = small_setup(tmp_path)
+    rng = np.random.default_rng(3)
+    random_walk = np.array([True, False, False, True, False, False])
+    batch = obs, actions, skills = tatc.rollout(args, env, networks, omega, random_walk, rng)
+    naive = {name: dense(net) for name, net in networks.items()}
+    optimizers = {"main": torch.optim.SGD(networks.parameters(), lr=0.0)}
+    pairs = copy.deepcopy(rng)
+    tatc.update(args, networks, optimizers, omega, batch, (obs[:, 0], obs[-1, -1], skills), random_walk, rng)
+
+    def one_hot(state, *extra):
+        return torch.cat([torch.eye(env.num_states)[state], *(torch.as_tensor(part, dtype=torch.float32).reshape(-1) for part in extra)])
+
+    def phi(state):
+        return naive["phi"](one_hot(state))
+
+    walks = [obs[j, :, i] for j in range(3) for i in (0, 3)]
+    states = [state for walk in walks for state in walk[:-1]]
+    attract = torch.stack([(phi(s) - phi(n)).square().sum() for walk in walks for s, n in zip(walk[:-1], walk[1:])]).mean()
+    repel = torch.stack([torch.exp(-(phi(states[x]) - phi(states[y])).norm()) for x, y in pairs.integers(len(states), size=(2, len(states))).T]).mean()
+    boredom, low_policy, low_value, high_policy, high_value = [], [], [], [], []
+    for i in (1, 2, 4, 5):
+        far = (phi(obs[0, 0, i]) - phi(obs[-1, -1, i])).norm().detach()
+        for j in range(3):
+            delta, tau = omega[skills[j, i]], obs[j, :, i]
+            log_pi = torch.log_softmax(naive["pi_hi"](one_hot(tau[0])), 0)
+            value = naive["v_hi"](one_hot(tau[0], 1 - j / 3)).squeeze()
+            entropy = -sum(p.exp() * p for p in log_pi)
+            high_policy.append(-log_pi[skills[j, i]] * (far - value.detach()) - args.high_entropy_coef * entropy)
+            high_value.append((far - value) ** 2)
+            rewards = []
+            for t in range(4):
+                step = (phi(tau[t + 1]) - phi(tau[t])).detach()
+                boredom.append((phi(tau[t + 1]) - phi(tau[t])).square().sum())
+                rewards.append(0.0 if tau[t] == tau[t + 1] else float(step @ delta / step.norm()))
+            for t in range(4):
+                log_pi = torch.log_softmax(naive["pi_low"](one_hot(tau[t], delta)), 0)
+                value = naive["v_low"](one_hot(tau[t], delta, 1 - t / 4)).squeeze()
+                entropy = -sum(p.exp() * p for p in log_pi)
+                low_policy.append(-log_pi[actions[j, t, i, 0]] * (sum(rewards[t:]) - value.detach()) - args.low_entropy_coef * entropy)
+                low_value.append((sum(rewards[t:]) - value) ** 2)
+    loss = attract + args.beta * repel + args.boredom_coef * torch.stack(boredom).mean()
+    loss = loss + sum(torch.stack(terms).mean() for terms in (low_policy, low_value, high_policy, high_value))
+    loss.backward()
+    for name, net in networks.items():
+        first = torch.cat([net.weight_obs.grad] + ([net.weight_extra.grad] if len(net.weight_extra) else []))
+        for ours, theirs in ((first.T, naive[name][0].weight), (net.bias.grad, naive[name][0].bias),
+                             (net.middle.weight.grad, naive[name][2].weight), (net.out.bias.grad, naive[name][4].bias)):
+            assert theirs.grad.abs().max() > 0 or (name == "phi" and theirs is naive["phi"][4].bias)  # shifting phi changes nothing
+            assert torch.allclose(ours, theirs.grad, rtol=1e-3, atol=1e-6), name
+
+
+def test_policy_table_and_action_frequencies(tmp_path):
+    args, env, networks, omega = small_setup(tmp_path)
+    table = np.diff(tatc.policy_table(networks["pi_low"], omega), axis=-1, prepend=0.0)
+    low = dense(networks["pi_low"])
+    for state, skill in itertools.product(range(env.num_states), range(8)):
+        inputs = torch.cat([torch.eye(env.num_states)[state], omega[skill]])
+        assert np.allclose(table[state, skill], torch.softmax(low(inputs), 0).detach(), atol=1e-6)
+    assert np.allclose(table[:, 8], 0.25)
+    with torch.no_grad():
+        networks["pi_low"].out.bias += torch.tensor([1.5, 0.0, 0.0, -1.5])
+    args.num_envs, env = 2000, gridworld.make(args.env, 2000, 0)
+    walkers = np.arange(2000) < 1000
+    obs, actions, skills = tatc.rollout(args, env, networks, omega, walkers, np.random.default_rng(0))
+    assert (skills[:, :1000] == 8).all() and set(skills[:, 1000:].ravel()) == set(range(8))
+    assert np.abs(np.bincount(actions[:, :, :1000].ravel(), minlength=4) / 12000 - 0.25).max() < 0.02
+    table = np.diff(tatc.policy_table(networks["pi_low"], omega), axis=-1, prepend=0.0)
+    expected = np.zeros(4)
+    for j, t in itertools.product(range(3), range(4)):
+        expected += table[obs[j, t, 1000:], skills[j, 1000:]].sum(0) / 12000
+    assert np.abs(np.bincount(actions[:, :, 1000:].ravel(), minlength=4) / 12000 - expected).max() < 0.02
+    assert expected[0] > 0.5
+    assert np.array_equal(obs[:, 1:], env.next_state[obs[:, :-1], actions[..., 0]])
+    assert np.array_equal(obs[1:, 0], obs[:-1, -1]) and np.array_equal(env.obs, obs[-1, -1])
+
+
+def test_episodes_start_as_the_prior_says(tmp_path):
+    args, _, _, _ = small_setup(tmp_path)
+    args.num_envs, args.reset_prob, args.random_walk_prob = 20000, 0.3, 0.4
+    env, rng = gridworld.make(args.env, 20000, 0), np.random.default_rng(0)
+    elsewhere = env.goal_index
+    env.place(np.ones(20000, dtype=bool), elsewhere)
+    walks = tatc.start_episodes(args, env, rng)
+    assert abs(walks.mean() - 0.4) < 0.015
+    assert abs((env.obs == env.start_index).mean() - 0.3) < 0.015 and (np.isin(env.obs, (elsewhere, env.start_index))).all()
+    args.prior = "uniform"
+    tatc.start_episodes(args, env, rng)
+    assert np.abs(np.bincount(env.obs) / 20000 - 1 / env.num_states).max() < 0.015
+
+
+@pytest.mark.parametrize("walkers", [[True] * 6, [False] * 6])
+def test_update_without_walkers_or_without_workers(tmp_path, walkers):
+    args, env, networks, omega = small_setup(tmp_path)
+    rng, walkers = np.random.default_rng(0), np.array(walkers)
+    optimizers = tatc.make_optimizers(args, networks)
+    batch = tatc.rollout(args, env, networks, omega, walkers, rng)
+    info = tatc.update(args, networks, optimizers, omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers, rng)
+    assert all(torch.isfinite(parameter).all() for parameter in networks.parameters())
+    assert ("loss/attract" in info) == walkers[0] and ("loss/boredom" in info) != walkers[0]
+
+
+# ---------------------------------------------------------------------------------------------- TATC, runs and files
+def tatc_run(tmp_path, name, **kwargs):
+    settings = dict(env=write_maze(tmp_path, CORRIDOR), num_envs=8, hidden=32, skill_length=6, episode_length=18, updates=40,
+                    log_every=7, checkpoint_every=5, run_dir=str(tmp_path / name))
+    tatc.train(tatc.Args(**(settings | kwargs)))
+    return tmp_path / name
+
+
+def csv_without_seconds(run_dir):
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+
+
+def assert_same_tree(a, b, path=""):
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert list(a) == list(b), path
+        for key in a:
+            if key != "seconds":
+                assert_same_tree(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same_tree(x, y, f"{path}/{i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    else:
+        assert a == b, path
+
+
+def test_same_seed_same_rows_other_seed_other_rows(tmp_path):
+    first, second, other = (tatc_run(tmp_path, name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert csv_without_seconds(first) == csv_without_seconds(second) != csv_without_seconds(other)
+    assert len(csv_without_seconds(first)) == 6
+    npz = np.load(first / "phi.npz")
+    assert npz["xy"].shape == npz["phi"].shape == (38, 2) and npz["distance"][npz["start"]] == 0 and npz["distance"].max() == 19
+    for picture in ("representation.png", "progress.png", "skills.png"):
+        assert (first / picture).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("skills_per_update", [3, 1])
+def test_resume_after_kills_is_bit_exact(tmp_path, skills_per_update):
+    """A real SIGKILL, twice, at moments nobody chose; then the same weights, optimiser, RNGs and rows as an undisturbed run."""
+    settings = dict(updates=150, checkpoint_every=10, skills_per_update=skills_per_update)
+    undisturbed = tatc_run(tmp_path, "undisturbed", **settings)
+    killed = tmp_path / "killed"
+    command = [sys.executable, str(ROOT / "tatc.py"), "--env", str(tmp_path / "maze.txt"), "--num-envs", "8", "--hidden", "32",
+               "--skill-length", "6", "--episode-length", "18", "--updates", "150", "--log-every", "7", "--checkpoint-every", "10",
+               "--skills-per-update", str(skills_per_update), "--run-dir", str(killed), "--resume"]
+    kills = 0
+    for after in (20, 70):
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            if (killed / "checkpoint.pt").exists() and torch.load(killed / "checkpoint.pt", weights_only=True)["update"] >= after:
+                process.send_signal(signal.SIGKILL)
+                kills += process.wait() == -signal.SIGKILL
+            time.sleep(0.02)
+    assert kills == 2
+    tatc_run(tmp_path, "killed", resume=True, **settings)
+    assert csv_without_seconds(killed) == csv_without_seconds(undisturbed)
+    assert_same_tree(*(torch.load(run / "checkpoint.pt", weights_only=True) for run in (killed, undisturbed)))
+
+
+def test_bad_arguments_give_one_line_and_lose_nothing(tmp_path, monkeypatch, capsys):
+    run = tatc_run(tmp_path, "run")
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    maze = str(tmp_path / "maze.txt")
+    same = ("--num-envs", 8, "--hidden", 32, "--skill-length", 6, "--episode-length", 18, "--log-every", 7, "--checkpoint-every", 5)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "checkpoint.pt").write_bytes(before[run / "checkpoint.pt"][:1000])
+    cases = [
+        (("--env", "nowhere"), "unknown env 'nowhere'"),
+        (("--env", maze, "--run-dir", run), "holds a run already; add --resume"),
+        (("--env", "umaze", *same, "--run-dir", run, "--resume"), "is of another run (env"),
+        (("--env", maze, *same, "--run-dir", tmp_path / "damaged", "--resume"), "damaged or not a checkpoint"),
+        (("--env", maze, "--num-envs", 0), "--num-envs is 0"),
+        (("--env", maze, "--updates", -1), "--updates is -1"),
+        (("--env", maze, "--skill-length", 0), "--skill-length is 0"),
+        (("--env", maze, "--skill-length", 7, "--episode-length", 20), "a positive multiple of --skill-length 7"),
+        (("--env", maze, "--skills-per-update", 4, "--skill-length", 6, "--episode-length", 18), "a divisor of L = 3"),
+        (("--env", maze, "--reset-prob", 1.5), "--reset-prob is 1.5"),
+        (("--env", maze, "--dim", 1), "--dim is 1"),
+        (("--env", maze, "--beta", "nan"), "--beta is nan"),
+        (("--env", maze, "--device", "quantum"), "--device 'quantum'"),
+    ]
+    for arguments, reason in cases:
+        code, _, err = run_script(monkeypatch, capsys, "tatc.py", *arguments)
+        assert code == 2 and reason in err and err.count("\n") == 1, (arguments, err)
+    code, _, err = run_script(monkeypatch, capsys, "tatc.py", "--no-such-flag", 1)
+    assert code == 2 and "Traceback" not in err
+    assert before == {path: path.read_bytes() for path in run.iterdir()}
+
+
+def test_tatc_learns_a_corridor(tmp_path):
+    """The whole loop learns: phi orders a 40-cell corridor and the skills walk it; with the boredom term of the paper."""
+    maze = write_maze(tmp_path, "S" + 39 * "." + "\n", "long.txt")
+    run = tatc_run(tmp_path, "learn", env=maze, num_envs=16, hidden=64, skill_length=20, episode_length=40, updates=700,
+                   log_every=100, checkpoint_every=700)
+    rows = csv_without_seconds(run)
+    assert float(rows[-1]["eval/spearman_all"]) > 0.95 and float(rows[-1]["eval/spearman_s0"]) > 0.98
+    assert float(rows[-1]["rollout/skill_reward"]) > 0.3 > float(rows[0]["rollout/skill_reward"])
+
+
+# ---------------------------------------------------------------------------------------------------- the repository
+SCRIPTS = {"gridworld.py": gridworld, "tatc.py": tatc}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_argument_is_read(script):
+    tree = ast.parse((ROOT / script).read_text())
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"}
+    fields = {item.target.id for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"
+              for item in node.body if isinstance(item, ast.AnnAssign)}
+    assert fields and fields <= read, fields - read
+
+
+def test_copied_helpers_are_identical():
+    """A helper that two files need stands in both, byte for byte."""
+    seen = {}
+    for script in SCRIPTS:
+        text = (ROOT / script).read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                seen.setdefault(node.name, {})[script] = ast.get_source_segment(text, node)
+    per_file = {"Args", "main", "train", "resolve", "make", "update", "rollout", "finish"}
+    for name, copies in seen.items():
+        if name not in per_file:
+            assert len(set(copies.values())) == 1, f"{name} differs between {', '.join(copies)}"
+
+
+def test_readme_commands_parse_and_equations_point_to_functions():
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"python (\w+\.py)((?: [^`\n|&#]*)?)", readme)
+    assert len(commands) >= 5
+    for script, arguments in commands:
+        if script in SCRIPTS:
+            tyro.cli(SCRIPTS[script].Args, args=shlex.split(arguments))
+        else:
+            assert (ROOT / script).exists(), script
+    for script, function in re.findall(r"`(\w+\.py)`: `(\w+)`", readme):
+        assert callable(getattr(SCRIPTS[script], function))
+
+
+# ------------------------------------------------------------------------------------------- speed: python test_all.py
+def naive_update(args, env, networks, optimizer, omega, rng):
+    """Algorithm 1 as one would write it first: a torch call and a Python environment step per time step, dense one-hots."""
+    identity, states, workers = torch.eye(env.num_states), env.obs.copy(), rng.random(args.num_envs) >= args.random_walk_prob
+    skills_per_episode, steps = args.episode_length // args.skill_length, args.skill_length
+    for i in range(args.num_envs):
+        if rng.random() < args.reset_prob:
+            states[i] = env.start_index
+    transitions, episode = [], []
+    for j in range(skills_per_episode):
+        choice = torch.distributions.Categorical(logits=networks["pi_hi"](identity[states])).sample()
+        episode.append((states.copy(), choice))
+        for t in range(steps):
+            logits = networks["pi_low"](torch.cat([identity[states], omega[choice]], 1)).detach()
+            action = torch.distributions.Categorical(logits=logits).sample().numpy()
+            following = states.copy()
+            for i in range(args.num_envs):
+                following[i] = env.next_state[states[i], action[i] if workers[i] else rng.integers(4)]
+            transitions.append((states.copy(), following.copy(), choice, action, t))
+            states = following
+    before, after = (torch.as_tensor(np.stack([step[k] for step in transitions])) for k in (0, 1))
+    phi_before, phi_after = networks["phi"](identity[before]), networks["phi"](identity[after])
+    walk = phi_before[:, ~workers].reshape(-1, args.dim)
+    pairs = rng.integers(len(walk), size=(2, len(walk)))
+    loss, _ = tatc.contrastive_loss(walk, phi_after[:, ~workers].reshape(-1, args.dim), walk[pairs[0]], walk[pairs[1]], args.beta)
+    loss = loss + args.boredom_coef * (phi_after - phi_before)[:, workers].square().sum(-1).mean()
+    direction = omega[torch.stack([step[2] for step in transitions])]
+    reward = tatc.skill_reward(phi_before.detach(), phi_after.detach(), direction)[:, workers]
+    returns = reward.unflatten(0, (skills_per_episode, steps)).flip(1).cumsum(1).flip(1).flatten(0, 1).reshape(-1)
+    inputs = torch.cat([identity[before[:, workers]], direction[:, workers]], -1).flatten(0, 1)
+    policy = torch.distributions.Categorical(logits=networks["pi_low"](inputs))
+    left = torch.tensor([1 - step[4] / steps for step in transitions])[:, None].expand(-1, int(workers.sum())).reshape(-1, 1)
+    value = networks["v_low"](torch.cat([inputs, left], 1)).squeeze(-1)
+    action = torch.as_tensor(np.stack([step[3] for step in transitions])[:, workers]).reshape(-1)
+    loss = loss + tatc.actor_critic_loss(policy.log_prob(action), policy.entropy(), value, returns, args.low_entropy_coef)[0]
+    final = (phi_before[0] - phi_after[-1]).norm(dim=-1).detach()[workers]
+    for j, (began, choice) in enumerate(episode):
+        policy = torch.distributions.Categorical(logits=networks["pi_hi"](identity[began[workers]]))
+        inputs = torch.cat([identity[began[workers]], torch.full((int(workers.sum()), 1), 1 - j / skills_per_episode)], 1)
+        value = networks["v_hi"](inputs).squeeze(-1)
+        loss = loss + tatc.actor_critic_loss(policy.log_prob(choice[workers]), policy.entropy(), value, final, args.high_entropy_coef)[0]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    env.obs = states
+
+
+def benchmark(updates=60):
+    """Seconds per update of umaze: ours, the bare passes of the same networks on the same batch, and the naive version."""
+    args = tatc.Args(env="umaze", run_dir="unused")
+    env, _ = tatc.resolve(args)
+    rng = np.random.default_rng(0)
+    omega = torch.as_tensor(tatc.make_directions(args))
+    networks = tatc.make_networks(args, env)
+    optimizers = tatc.make_optimizers(args, networks)
+
+    def ours():
+        random_walk = tatc.start_episodes(args, env, rng)
+        obs, actions, skills = tatc.rollout(args, env, networks, omega, random_walk, rng)
+        tatc.update(args, networks, optimizers, omega, (obs, actions, skills), (obs[:, 0], obs[-1, -1], skills), random_walk, rng)
+
+    steps = args.num_envs * args.episode_length
+    skill_steps = round(steps * (1 - args.random_walk_prob))
+    sizes = {"phi": steps, "pi_low": skill_steps, "v_low": skill_steps, "pi_hi": skill_steps // 30, "v_hi": skill_steps // 30}
+    inputs = {name: (torch.as_tensor(rng.integers(400, size=size)), torch.rand(size, len(networks[name].weight_extra)))
+              for name, size in sizes.items()}
+
+    def bare():
+        sum(networks[name](*pair).square().mean() for name, pair in inputs.items()).backward()
+
+    dense_networks = nn.ModuleDict({name: dense(net) for name, net in networks.items()})
+    dense_optimizer = torch.optim.RMSprop(dense_networks.parameters(), lr=1e-3)
+    seconds = {}
+    for name, function, count in (("ours", ours, updates), ("bare forward and backward", bare, updates),
+                                  ("naive", lambda: naive_update(args, env, dense_networks, dense_optimizer, omega, rng), updates // 6)):
+        function()
+        begin = time.process_time()
+        for _ in range(count):
+            function()
+        seconds[name] = (time.process_time() - begin) / count
+    for name, value in seconds.items():
+        print(f"{name}: {1000 * value:.1f} ms per update, {value / seconds['ours']:.2f}x ours")
+
+
+if __name__ == "__main__":
+    benchmark()
