@@ -28,9 +28,10 @@ MAZES = {
     "umaze": "\n".join(
         ["G" + 29 * "."] + 4 * [30 * "."] + 20 * [25 * "#" + 5 * "."] + 4 * [30 * "."] + ["S" + 29 * "."]
     ),
-    # 40x30, an inverted T: bottom corridor 5 high, stem in columns 21-25; goal (25, 30), 53 steps from (1, 1).
+    # 40x30, an inverted T: bottom corridor 5 high, stem in columns 16-25; goal (25, 30), 53 steps from (1, 1). The goals of the
+    # other mazes are corners; a symmetric T with the goal in a corner of its stem has just this stem.
     "tmaze": "\n".join(
-        [20 * "#" + "....G" + 15 * "#"] + 24 * [20 * "#" + "....." + 15 * "#"] + 4 * [40 * "."] + ["S" + 39 * "."]
+        [15 * "#" + 9 * "." + "G" + 15 * "#"] + 24 * [15 * "#" + 10 * "." + 15 * "#"] + 4 * [40 * "."] + ["S" + 39 * "."]
     ),
     # 21x21, doors 3 wide from room 1 (bottom left) to 2 (right) to 3 (top right) to 4 (top left), none from 1 to 4.
     "4rooms": "\n".join(

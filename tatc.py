@@ -427,18 +427,38 @@ def representation(args, networks, env):
     return networks["phi"](torch.as_tensor(env.truth_obs, device=args.device)).cpu().numpy()
 
 
-def skill_traces(args, networks, omega, num_starts=12):
-    """xy [n, starts, c + 1, 2] of every skill from the reset pose at positions spread over an ant maze."""
-    count, rng = len(omega), np.random.default_rng(0)
-    env = antmaze.make(args.env.removeprefix("ant:"), count * num_starts, 0)
-    order = np.argsort(env.distance[env.start_index], kind="stable")
-    starts = env.truth_obs[order[np.linspace(0, len(order) - 1, num_starts).astype(int)]]
+def ant_skill_traces(args, networks, omega, starts):
+    """xy [n, starts, c + 1, 2] of every skill, run for c steps from the states `starts` [starts, 29] of an ant maze."""
+    count = len(omega)
+    env = antmaze.make(args.env.removeprefix("ant:"), count * len(starts), 0)
     env.place(np.ones(env.num_envs, dtype=bool), np.tile(starts, (count, 1)))
-    act, skill = make_actor(networks["pi_low"], omega, env.action_shape, rng), np.repeat(np.arange(count), num_starts)
+    act, skill = make_actor(networks["pi_low"], omega, env.action_shape, env.np_random), np.repeat(np.arange(count), len(starts))
     traces = [env.obs[:, :2]]
     for _ in range(args.skill_length):
         traces.append(env.move(act(env.obs, skill))[:, :2])
-    return np.stack(traces, axis=1).reshape(count, num_starts, -1, 2)
+    return np.stack(traces, axis=1).reshape(count, len(starts), -1, 2)
+
+
+def ant_scores(args, networks, omega, env, tries=64, steps=1000):
+    """What the trained policies of an ant maze can do, without a task.
+
+    skills_travel: share of free positions from which some skill ends 3 units away or more after c steps; skills_used: number of
+    skills that do so somewhere; reaches_end: share of tries in which pi_hi and pi_low come within 4 units of the far end from s0.
+    """
+    traces = ant_skill_traces(args, networks, omega, env.truth_obs)
+    travels = np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1) >= 3.0  # [n, S]
+    runner = antmaze.make(args.env.removeprefix("ant:"), tries, 0)
+    act = make_actor(networks["pi_low"], omega, runner.action_shape, runner.np_random)
+    far_end = env.truth_xy[env.distance[env.start_index].argmax()]
+    reached = np.zeros(tries, dtype=bool)
+    for t in range(steps):
+        if t % args.skill_length == 0:
+            with torch.no_grad():
+                logits = networks["pi_hi"](torch.as_tensor(runner.obs, device=args.device)).cpu().numpy()
+            skill = np.argmax(logits + runner.np_random.gumbel(size=logits.shape), axis=-1)
+        runner.move(act(runner.obs, skill))
+        reached |= np.linalg.norm(runner.obs[:, :2] - far_end, axis=-1) <= 4.0
+    return {"eval/skills_travel": travels.any(0).mean(), "eval/skills_used": int(travels.any(1).sum()), "eval/reaches_end": reached.mean()}
 
 
 # ----------------------------------------------------------------------------------------------- arguments and files
@@ -594,6 +614,8 @@ def train(args):
         cells = env.cell(obs[:, 1:].reshape((-1,) + obs.shape[3:]))
         visited[cells] = True
         info |= {"eval/far": far_cells[cells].mean(), "rollout/random_walks": random_walk.mean()}
+        if world is antmaze:
+            info["rollout/flipped"] = env.flipped().mean()
         for key, value in info.items():
             total, count = sums.get(key, (0.0, 0))
             sums[key] = (total + float(value), count + 1)
@@ -605,6 +627,14 @@ def train(args):
             row |= {key: total / count for key, (total, count) in sorted(sums.items())}
             row |= rank_correlation(representation(args, networks, env), env)
             row |= {"eval/coverage": visited.mean(), "rollout/reached": env.cell_distance[visited].max()}
+            gradients = [p.grad for group in optimizers["main"].param_groups for p in group["params"] if p.grad is not None]
+            row["loss/gradient_norm"] = float(nn.utils.get_total_norm(gradients))
+            if world is antmaze:
+                row["rollout/diverged"] = env.diverged
+                if number == args.updates:
+                    row |= ant_scores(args, networks, omega, env)
+            if not row["eval/extent"] > 0.01:
+                bar.write(f"warning: at update {number} phi has collapsed, its extent is {row['eval/extent']:.3g}")
             rows.append({key: str(value) if isinstance(value, int) else format(value, ".6g") for key, value in row.items()})
             write_rows(metrics_path, rows)
             bar.set_postfix({key: format(row[f"eval/{key}"], ".2f") for key in ("spearman_all", "spearman_s0", "coverage", "far")})
@@ -634,7 +664,8 @@ def finish(args, env, world, networks, omega, snapshots, rows, run_dir):
         probabilities = np.diff(policy_table(networks["pi_low"], omega)[:, :-1], axis=-1, prepend=0.0)
         gridworld.draw_skills(run_dir / "skills.png", env, probabilities.swapaxes(0, 1), omega.cpu().numpy())
     else:
-        traces = skill_traces(args, networks, omega)
+        order = np.argsort(distance, kind="stable")[np.linspace(0, len(distance) - 1, 12).astype(int)]
+        traces = ant_skill_traces(args, networks, omega, env.truth_obs[order])
         antmaze.draw_traces(run_dir / "skills.png", env, traces, f"{args.skill_length} steps of each skill")
     print(", ".join(f"{key} {rows[-1][key]}" for key in rows[-1] if key.startswith("eval/")))
     print(f"pictures: {run_dir}/representation.png, progress.png, skills.png")
