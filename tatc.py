@@ -103,7 +103,9 @@ class Args:
     clipped_passes: int = 4
     """passes of the clipped update over the batch, in 8 minibatches each"""
     clipped_gamma: float = 0.97
-    """discount of the clipped update's returns"""
+    """discount of the clipped update"""
+    clipped_lambda: float = 0.9
+    """lambda of its generalised advantage estimate; 1 is the Monte-Carlo return"""
     num_threads: int = 1
     """threads of the ant simulator; results do not depend on it"""
     log_every: int = 100
@@ -326,12 +328,14 @@ def flatten_trajectories(obs, actions, skill):
 
 
 def clipped_update(args, networks, optimizer, omega, obs, actions, skill, rewards, rng):
-    """The data-reusing alternative to A2C (D5): clipped probability ratio, normalised advantage; shapes as above, rewards [n, c]."""
-    returns = discounted_returns(rewards, args.clipped_gamma).reshape(-1)
+    """The data-reusing alternative to A2C (D5): clipped probability ratio, generalised advantage; shapes as above, rewards [n, c]."""
     rows = flatten_trajectories(obs, actions, skill)
     with torch.no_grad():
         old_log_prob, entropy, old_value = low_level_outputs(networks, omega, *rows)
-    advantage = returns - old_value
+    value = old_value.reshape(rewards.shape)
+    following = F.pad(value[:, 1:], (0, 1))  # nothing follows the last step of a skill
+    advantage = discounted_returns(rewards + args.clipped_gamma * following - value, args.clipped_gamma * args.clipped_lambda).reshape(-1)
+    returns = advantage + old_value
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     parameters = [*networks["pi_low"].parameters(), *networks["v_low"].parameters()]
     for _ in range(args.clipped_passes):
