@@ -560,7 +560,10 @@ def _draw_phi(ax, env, phi):
     """phi [S, >= 2] over the truth states, coloured by distance from s0, equal axes, s0 in red."""
     points = ax.scatter(phi[:, 0], phi[:, 1], c=env.distance[env.start_index], cmap="viridis", s=14)
     ax.plot(*phi[env.start_index, :2], "o", color="red", ms=6)
-    ax.set_aspect("equal", adjustable="datalim")
+    low, high = phi[:, :2].min(0), phi[:, :2].max(0)
+    (x, y), half = (low + high) / 2, 0.55 * max(*(high - low), 1e-9)  # a square window: equal axes that cut nothing off
+    ax.set(xlim=(x - half, x + half), ylim=(y - half, y + half))
+    ax.set_aspect("equal")
     return points
 
 

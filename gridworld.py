@@ -286,7 +286,10 @@ def draw_phi(ax, env, phi):
     """The representation phi [S, d] (its first two dimensions), coloured by distance from s0; equal axes, s0 red."""
     ax.scatter(phi[:, 0], phi[:, 1], c=env.distance[env.start_index], s=8, cmap="viridis")
     ax.plot(phi[env.start_index, 0], phi[env.start_index, 1], "o", color="red", markersize=6)
-    ax.set_aspect("equal", adjustable="datalim")
+    low, high = phi[:, :2].min(0), phi[:, :2].max(0)
+    (x, y), half = (low + high) / 2, 0.55 * max(*(high - low), 1e-9)  # a square window: equal axes that cut nothing off
+    ax.set(xlim=(x - half, x + half), ylim=(y - half, y + half))
+    ax.set_aspect("equal")
     ax.tick_params(labelsize=7)
 
 

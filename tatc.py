@@ -13,6 +13,7 @@ D3  What the paper leaves open: the critics are separate networks of the policie
 D4  The entropy coefficient of pi_low is 1 on the gridworlds (paper: 0.1, against returns that are sums of c rewards).
 D5  On the ants pi_low learns by several passes over its data with a clipped ratio (--skill-update a2c is the paper's).
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's).
+D7  An ant that lies on its back when an episode begins starts at s0.
 """
 
 import csv
@@ -176,7 +177,7 @@ def make_optimizers(args, networks):
     main = [p for name in ("phi", "pi_hi", "v_hi") for p in networks[name].parameters()]
     clipped = [p for name in ("pi_low", "v_low") for p in networks[name].parameters()]
     return {"main": torch.optim.RMSprop(main, lr=args.learning_rate, foreach=True),
-            "clipped": torch.optim.Adam(clipped, lr=args.clipped_learning_rate)}
+            "clipped": torch.optim.Adam(clipped, lr=args.clipped_learning_rate, fused=True)}
 
 
 def make_directions(args):
@@ -259,7 +260,10 @@ def start_episodes(args, env, rng):
     if args.prior == "uniform":
         env.place(np.ones(args.num_envs, dtype=bool), "uniform")
     else:
-        env.place(rng.random(args.num_envs) < args.reset_prob, "s0")
+        reset = rng.random(args.num_envs) < args.reset_prob
+        if env.obs_scale is not None:
+            reset |= env.flipped()  # D7
+        env.place(reset, "s0")
     return rng.random(args.num_envs) < args.random_walk_prob
 
 

@@ -837,6 +837,16 @@ def test_ant_actor_samples_from_the_torch_policy():
     assert np.abs(frequency[1] - 0.2).max() < 0.04
 
 
+def test_ants_on_their_back_start_the_next_episode_at_s0():
+    args, env, _, _ = ant_setup(reset_prob=0.0)
+    state = env.truth_obs[[env.goal_index] * 6].copy()
+    state[:2, 3:7] = 0, 1, 0, 0  # upside down
+    env.place(np.ones(6, dtype=bool), state)
+    tatc.start_episodes(args, env, np.random.default_rng(0))
+    assert np.abs(env.obs[:2, :2]).max() < 0.2 and not env.flipped().any()
+    assert np.allclose(env.obs[2:], state[2:])
+
+
 def test_clipped_update_first_gradient_is_the_policy_gradient(monkeypatch):
     """Before the first step every ratio is 1: the gradient is that of -log pi * normalised advantage, here by a loop."""
     args, env, networks, omega = ant_setup(clipped_passes=1, low_entropy_coef=0.0)
