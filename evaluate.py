@@ -4,6 +4,8 @@
     python evaluate.py control --run runs/tatc/umaze/s0/seed0           # actor and critic on phi; rows to results/gridworld_control.csv
     python evaluate.py prediction --features exact --env umaze --dim 2  # a reference line instead of a trained run
     python evaluate.py scores --runs runs/laprep/umaze/*/seed*          # the scores logged while training; rows to results/laprep.csv
+    python evaluate.py shaping --run runs/tatc/antmaze1/s0/seed0        # SAC on distances in phi; rows to results/antmaze_shaping.csv
+    python evaluate.py skills --run runs/tatc/antmaze1/s0/seed0         # frozen skills, sparse task; rows to results/antmaze_skills.csv
     python evaluate.py figures                                          # every figure and README table, from the rows
 
 A result row is experiment, method, env, seed, step, metric, value. Repeating a command replaces its rows; two processes may write to
@@ -20,12 +22,14 @@ E3  phi is centred and divided by one number, so that its coordinates have mean 
 
 import csv
 import fcntl
+import itertools
 import json
 import os
 import re
 import sys
+import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Optional, Tuple
 
@@ -39,6 +43,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from tqdm import tqdm
 
+import antmaze
 import gridworld
 
 COLUMNS = ("experiment", "method", "env", "seed", "step", "metric", "value")
@@ -54,7 +59,8 @@ COLOURS = {
     "DIAYN": "#8c564b",
     "sparse": "#bcbd22",
     "xy": "#e377c2",
-    "random": "#000000",
+    "random actions": "#000000",
+    "random skills": "#7f7f7f",
 }
 DASHED = ("Lap-rep uniform d=2", "exact eigenvectors", "one-hot")  # what has more than s0 and random walks to learn from
 
@@ -457,6 +463,724 @@ def collect_scores(args):
     print(f"{len(rows)} rows of {len(args.runs)} runs to {args.results}")
 
 
+# ==================================================================================== shaping: SAC on distances in phi
+# What the paper leaves open: observations are scaled by antmaze's fixed constants; all ants begin and end their episodes together; an
+# ant on its back stays there until its episode ends; one whose physics diverged goes on from s0, and that step is not learned from.
+@dataclass
+class Shaping:
+    """SAC on batched ants, rewarded by the distance to the goal in a learned phi (or in the plane, or by success alone)."""
+
+    run: Optional[str] = None
+    """run directory of tatc.py or laprep.py on an ant maze, or its checkpoint; not for --reward sparse and xy"""
+    reward: Literal["dense", "mix", "sparse", "xy"] = "dense"
+    """dense -||phi(s') - phi(g)||, mix half dense half sparse, sparse 1 within epsilon = 2 of the goal, xy -||xy' - g||"""
+    reward_scale: Optional[float] = None
+    """factor of the reward; default: the reward spans 10 over the positions of the maze; for mix twice the factor of dense"""
+    env: Optional[str] = None
+    """antmaze1, antmaze2 or ant:FILE; default: the run's, or antmaze1"""
+    method: Optional[str] = None
+    """name in the rows; default from the run"""
+    seed: Optional[int] = None
+    """seed of the agent and its ants; default: the run's, or 0"""
+    steps: int = 1_000_000
+    """environment steps (paper: 5 million)"""
+    num_envs: int = 32
+    """ants side by side"""
+    horizon: int = 1000
+    """steps per episode; the end is a truncation, values are bootstrapped there"""
+    end_on_success: bool = False
+    """reaching the goal ends an ant's episode, as a terminal state"""
+    warmup: int = 10_000
+    """environment steps with uniform actions before the first update"""
+    update_ratio: float = 0.125
+    """updates per environment step (update-to-data ratio); at 0.125 updates are 93% of the time (15 ms each, 0.13 ms per step)"""
+    batch_size: int = 256
+    """transitions per update"""
+    buffer: int = 5_000_000
+    """transitions held; memory is taken as they come"""
+    hidden: int = 256
+    """units in each of the two hidden layers"""
+    gamma: float = 0.99
+    """discount"""
+    alpha: float = 0.1
+    """entropy coefficient"""
+    tau: float = 0.005
+    """step of the target critics towards the critics"""
+    learning_rate: float = 1e-4
+    """Adam step size"""
+    eval_every: int = 50_000
+    """environment steps between two evaluations of the deterministic policy"""
+    eval_episodes: int = 16
+    """episodes per evaluation, side by side"""
+    run_dir: Optional[str] = None
+    """where checkpoints go; default runs/shaping/<env>/<method>-<reward>/seed<seed>"""
+    resume: bool = False
+    """continue from the checkpoint in the run directory, or start if there is none"""
+    save_replay: bool = False
+    """checkpoints hold the replay (154 bytes per transition) and continue bit for bit; otherwise it is filled anew by the policy"""
+    checkpoint_every: int = 4
+    """evaluations between two checkpoints"""
+    benchmark: bool = False
+    """time this SAC against Stable-Baselines3's instead (minutes; needs stable-baselines3); rows to antmaze_shaping_speed.csv"""
+    results: str = "results/antmaze_shaping.csv"
+    """file to which the rows go"""
+
+
+def load_run(run):
+    """(checkpoint, args of the run with its script) of a run directory or a checkpoint file."""
+    path = Path(run) / "checkpoint.pt" if Path(run).is_dir() else Path(run)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, or a checkpoint")
+    try:
+        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__})") from None
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("args"), dict) or not {"env", "seed"} <= set(checkpoint["args"]):
+        raise UsageError(f"{path} is not a checkpoint of tatc.py, laprep.py or baselines_dco_diayn.py")
+    return checkpoint, checkpoint["args"] | {"script": checkpoint.get("script", "unknown")}
+
+
+def ant_maze(env_name, run_args, num_envs, seed):
+    """The AntMazeVec of --env or of the run; a gridworld, a maze without goal and a contradiction are refused."""
+    if run_args is not None and env_name not in (None, run_args["env"]):
+        raise UsageError(f"the run is on {run_args['env']}, not on {env_name}; drop --env")
+    env_name = env_name or (run_args["env"] if run_args else "antmaze1")
+    if env_name not in antmaze.MAZES and not env_name.startswith("ant:"):
+        raise UsageError(f"shaping and skills are evaluations on ants, this is {env_name}; use prediction or control")
+    env = antmaze.make(env_name.removeprefix("ant:"), num_envs, seed)
+    if env.goal_index is None:
+        raise UsageError(f"{env_name} has no goal; mark one block with G")
+    return env, Path(env_name.removeprefix("ant:")).stem
+
+
+def rebuild_network(state):
+    """A network of tatc.py (two hidden tanh layers) or laprep.py (three hidden ReLU layers) from its state_dict, as a function.
+
+    obs [..., 29] and, for those that take it, extra [..., k] -> [..., outputs]; told apart by their layers' names.
+    """
+    layers, activation = (("middle", "out"), torch.tanh) if "middle.weight" in state else (("second", "third", "out"), F.relu)
+    if not {"weight_obs", "bias", "obs_scale", *(f"{name}.weight" for name in layers)} <= set(state):
+        raise UsageError("the checkpoint holds a network of another kind than tatc.py's and laprep.py's on the ants")
+    weight = state["obs_scale"][:, None] * state["weight_obs"]
+
+    def network(obs, extra=None):
+        hidden = obs @ weight + state["bias"]
+        if extra is not None:
+            hidden = hidden + extra @ state["weight_extra"]
+        for name in layers:
+            hidden = F.linear(activation(hidden), state[f"{name}.weight"], state[f"{name}.bias"])
+        return hidden
+
+    return network
+
+
+def part_of(state, name):
+    """The state_dict of one network of a ModuleDict's."""
+    return {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
+
+
+def load_phi(checkpoint):
+    """phi of a checkpoint of tatc.py or laprep.py, as a function obs [..., 29] -> [..., d]."""
+    if "phi" not in checkpoint and "networks" not in checkpoint:
+        raise UsageError("the run has no phi; shaping takes runs of tatc.py and laprep.py")
+    return rebuild_network(checkpoint["phi"] if "phi" in checkpoint else part_of(checkpoint["networks"], "phi"))
+
+
+def within_goal(obs, env):
+    """obs [N, 29] -> [N] bool: within epsilon of the goal, in the plane."""
+    return np.linalg.norm(obs[:, :2] - env.goal_xy, axis=1) <= antmaze.GOAL_RADIUS
+
+
+def make_reward(kind, env, phi):
+    """(reward(next_obs [N, 29]) -> [N] float32, default factor: see Shaping.reward_scale)."""
+    goal = antmaze.RESET_POSE.astype(np.float32)
+    goal[:2] = env.goal_xy
+    if phi is not None:
+        phi_goal = phi(torch.as_tensor(goal))
+
+    def dense(obs):
+        return -(phi(torch.as_tensor(obs)) - phi_goal).norm(dim=-1).numpy()
+
+    def sparse(obs):
+        return within_goal(obs, env).astype(np.float32)
+
+    reward = {
+        "dense": dense, "sparse": sparse, "mix": lambda obs: 0.5 * dense(obs) + 0.5 * sparse(obs),
+        "xy": lambda obs: -np.linalg.norm(obs[:, :2] - env.goal_xy, axis=1).astype(np.float32),
+    }[kind]
+    span = np.ptp((dense if kind == "mix" else reward)(env.truth_obs))
+    if not 1e-6 < span < np.inf:
+        raise UsageError(f"the distances of phi to the goal span {span:.3g} over the maze: phi has collapsed or is damaged")
+    return reward, float((20 if kind == "mix" else 10) / span)
+
+
+class AntReplay:
+    """Transitions of N ants in lock-step; obs [T, N, 29] holds each state once, because the next state is always the next row.
+
+    An episode of K steps takes K + 1 rows: the last holds the final states, from which values are bootstrapped, and no transition.
+    `usable` [T, N] marks what may be drawn. After a terminal state the next row may hold another episode's first: no target reads it.
+    """
+
+    def __init__(self, capacity, num_envs, horizon):
+        self.rows = -(-capacity // num_envs)
+        self.rows += -(-self.rows // horizon) + 1
+        self.obs = np.zeros((self.rows, num_envs, 29), np.float32)
+        self.actions = np.zeros((self.rows, num_envs, 8), np.float32)
+        self.rewards = np.zeros((self.rows, num_envs), np.float32)
+        self.terminated = np.zeros((self.rows, num_envs), bool)
+        self.usable = np.zeros((self.rows, num_envs), bool)
+        self.row, self.filled = 0, 0  # next to write; rows that hold something
+
+    ARRAYS = ("obs", "actions", "rewards", "terminated", "usable")
+
+    def add(self, obs, actions, rewards, terminated, next_obs, usable, last):
+        """One step of all ants; `last`: the episodes end here, and the next `obs` are not these next_obs."""
+        row, following = self.row, (self.row + 1) % self.rows
+        for name, value in zip(self.ARRAYS, (obs, actions, rewards, terminated, usable)):
+            getattr(self, name)[row] = value
+        self.obs[following], self.usable[following] = next_obs, False
+        self.filled = max(self.filled, row + 1, following + 1)
+        self.row = (following + int(last)) % self.rows
+
+    def sample(self, count, rng):
+        """count transitions, uniformly: obs, actions, rewards, terminated, next_obs as tensors of leading size count."""
+        num_envs = self.obs.shape[1]
+        usable = self.usable.reshape(-1)
+        index = rng.integers(self.filled * num_envs, size=count)
+        while len(bad := np.flatnonzero(~usable[index])):
+            index[bad] = rng.integers(self.filled * num_envs, size=len(bad))
+        following = (index + num_envs) % (self.rows * num_envs)
+        flat = (self.obs.reshape(-1, 29), self.actions.reshape(-1, 8), self.rewards.reshape(-1), self.terminated.reshape(-1))
+        return [torch.from_numpy(array[index]) for array in flat] + [torch.from_numpy(flat[0][following])]
+
+    def state(self):
+        return {name: torch.from_numpy(getattr(self, name)[: self.filled].copy()) for name in self.ARRAYS} | {"row": self.row}
+
+    def load(self, state):
+        self.row, self.filled = state["row"], len(state["obs"])
+        for name in self.ARRAYS:
+            getattr(self, name)[: self.filled] = state[name].numpy()
+
+
+class Actor(nn.Module):
+    """obs [n, 29] -> mean and log standard deviation [n, 8] of a Gaussian that tanh maps to torques."""
+
+    def __init__(self, hidden, obs_scale):
+        super().__init__()
+        self.register_buffer("obs_scale", torch.as_tensor(obs_scale))
+        self.net = nn.Sequential(nn.Linear(29, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 16))
+
+    def forward(self, obs):
+        mean, log_std = self.net(obs * self.obs_scale).chunk(2, dim=-1)
+        return mean, log_std.clamp(-20, 2)
+
+    def sample(self, obs):
+        """Actions [n, 8], reparameterised, and their log density [n]."""
+        mean, log_std = self(obs)
+        noise = torch.randn_like(mean)
+        before = mean + log_std.exp() * noise
+        log_tanh = 2 * (np.log(2) - before - F.softplus(-2 * before))  # log(1 - tanh^2)
+        return before.tanh(), (-0.5 * noise.square() - log_std - 0.5 * np.log(2 * np.pi) - log_tanh).sum(-1)
+
+
+class TwinCritics(nn.Module):
+    """Two Q functions as one batched network: obs [n, 29], actions [n, 8] -> [2, n]."""
+
+    def __init__(self, hidden, obs_scale):
+        super().__init__()
+        self.register_buffer("obs_scale", torch.as_tensor(obs_scale))
+        sizes = ((37, hidden), (hidden, hidden), (hidden, 1))
+        self.weights = nn.ParameterList(torch.empty(2, n, m).uniform_(-(n**-0.5), n**-0.5) for n, m in sizes)
+        self.biases = nn.ParameterList(torch.empty(2, 1, m).uniform_(-(n**-0.5), n**-0.5) for n, m in sizes)
+
+    def forward(self, obs, actions):
+        x = torch.cat([obs * self.obs_scale, actions], dim=-1).expand(2, -1, -1)
+        for weight, bias in zip(self.weights[:2], self.biases[:2]):
+            x = torch.relu_(torch.baddbmm(bias, x, weight))
+        return torch.baddbmm(self.biases[2], x, self.weights[2]).squeeze(-1)
+
+
+def sac_target(rewards, terminated, next_values, next_log_prob, gamma, alpha):
+    """r + gamma (min_i Q_i(s', a') - alpha log pi(a'|s')), all [n], next_values [2, n]; nothing follows a terminal state."""
+    return rewards + gamma * ~terminated * (next_values.amin(0) - alpha * next_log_prob)
+
+
+def sac_update(args, actor, critics, targets, actor_optimizer, critic_optimizer, batch):
+    """One step of the twin critics, of the actor through the new critics, and of the target critics; batch of AntReplay.sample."""
+    obs, actions, rewards, terminated, next_obs = batch
+    with torch.no_grad():
+        next_actions, next_log_prob = actor.sample(next_obs)
+        target = sac_target(rewards, terminated, targets(next_obs, next_actions), next_log_prob, args.gamma, args.alpha)
+    critic_loss = (critics(obs, actions) - target).square().mean(1).sum()
+    critic_optimizer.zero_grad()
+    critic_loss.backward()
+    critic_optimizer.step()
+    critics.requires_grad_(False)  # the actor needs the gradient of the actions only
+    new_actions, log_prob = actor.sample(obs)
+    actor_loss = (args.alpha * log_prob - critics(obs, new_actions).amin(0)).mean()
+    actor_optimizer.zero_grad()
+    actor_loss.backward()
+    actor_optimizer.step()
+    critics.requires_grad_(True)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(targets.parameters()), list(critics.parameters()), args.tau)
+
+
+@torch.no_grad()
+def evaluate_policy(env, act, reward, horizon, seed):
+    """One episode of each ant of env from s0 with actions act(obs) -> {metric: mean}; the return is that of the unscaled reward."""
+    env.reset(seed=seed)
+    env.diverged = 0
+    reached, total = np.zeros(env.num_envs, bool), np.zeros(env.num_envs)
+    for _ in range(horizon):
+        obs = env.move(act(env.obs))
+        reached |= within_goal(obs, env)
+        total += reward(obs)
+    return {"success": reached.mean(), "success_at_end": within_goal(env.obs, env).mean(), "return": total.mean(),
+            "distance": env.geodesic(env.obs[:, :2], env.goal_xy).mean(), "flipped": env.flipped().mean(), "diverged": env.diverged}
+
+
+class Sac:
+    """All that changes while SAC trains: networks, optimisers, replay, ants and counters; `step` is one step of all ants."""
+
+    def __init__(self, args, env, reward, scale):
+        torch.manual_seed(args.seed)
+        self.args, self.env, self.reward, self.scale = args, env, reward, scale
+        self.rng = np.random.default_rng(args.seed)
+        self.networks = nn.ModuleDict({"actor": Actor(args.hidden, env.obs_scale), "critics": TwinCritics(args.hidden, env.obs_scale),
+                                       "targets": TwinCritics(args.hidden, env.obs_scale)})
+        self.networks["targets"].load_state_dict(self.networks["critics"].state_dict())
+        self.networks["targets"].requires_grad_(False)
+        self.optimizers = [torch.optim.Adam(self.networks[name].parameters(), lr=args.learning_rate, fused=True)
+                           for name in ("actor", "critics")]
+        self.replay = AntReplay(args.buffer, args.num_envs, args.horizon)
+        self.moves, self.updates = 0, 0  # steps of all ants together; gradient steps
+        self.begin_updates = args.warmup  # environment steps without an update
+
+    @torch.no_grad()
+    def act(self, obs):
+        """The deterministic policy: obs [N, 29] -> torques [N, 8]."""
+        return self.networks["actor"](torch.as_tensor(obs))[0].tanh().numpy()
+
+    def step(self):
+        args, env, obs = self.args, self.env, self.env.obs
+        if self.moves * args.num_envs < args.warmup:
+            actions = self.rng.uniform(-1, 1, (args.num_envs, 8)).astype(np.float32)
+        else:
+            with torch.no_grad():
+                actions = self.networks["actor"].sample(torch.as_tensor(obs))[0].numpy()
+        next_obs = env.move(actions)
+        self.moves += 1
+        with torch.no_grad():
+            rewards = self.scale * self.reward(next_obs)
+        terminated = within_goal(next_obs, env) if args.end_on_success else np.zeros(args.num_envs, bool)
+        last = self.moves % args.horizon == 0
+        self.replay.add(obs, actions, rewards, terminated, next_obs, ~env.last_diverged, last)
+        if last or terminated.any():
+            env.place(terminated | last, "s0")
+        due = int(args.update_ratio * (self.moves * args.num_envs - self.begin_updates)) - self.updates
+        if due > 0:
+            batches = zip(*(part.split(args.batch_size) for part in self.replay.sample(due * args.batch_size, self.rng)))
+            for batch in batches:
+                sac_update(args, *self.networks.values(), *self.optimizers, batch)
+            self.updates += due
+
+    def state(self):
+        state = {"networks": self.networks.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                 "moves": self.moves, "updates": self.updates, "begin_updates": self.begin_updates, "rng": self.rng.bit_generator.state,
+                 "torch_rng": torch.get_rng_state(),
+                 "env": {key: torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+                         for key, value in self.env.get_state().items()}}
+        return state | ({"replay": self.replay.state()} if self.args.save_replay else {})
+
+    def load(self, state):
+        self.networks.load_state_dict(state["networks"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        self.moves, self.updates, self.begin_updates = state["moves"], state["updates"], state["begin_updates"]
+        self.rng.bit_generator.state = state["rng"]
+        torch.set_rng_state(state["torch_rng"])
+        self.env.set_state(state["env"])
+        if "replay" in state:
+            self.replay.load(state["replay"])
+        else:  # no updates until the policy has filled the replay again as far as the warm-up did
+            self.begin_updates += max(self.args.warmup, self.args.batch_size)
+
+
+def check_shaping(args):
+    """Every number of --help in its range, or one line that says which is not."""
+    for name in ("steps", "num_envs", "horizon", "warmup", "batch_size", "buffer", "hidden", "eval_every", "eval_episodes",
+                 "checkpoint_every"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least 1")
+    for name in ("gamma", "tau"):
+        if not 0 < getattr(args, name) <= 1:
+            raise UsageError(f"--{name} is {getattr(args, name)}; use a number above 0 and at most 1")
+    for name in ("reward_scale", "update_ratio", "learning_rate", "alpha"):
+        value = getattr(args, name)
+        if value is not None and not (0 <= value < float("inf")):
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; use a non-negative number")
+
+
+def prepare_shaping(args):
+    """(env, reward, factor, name of the maze) of the arguments, in which method, seed and run_dir take their values."""
+    check_shaping(args)
+    needs_phi = args.reward in ("dense", "mix")
+    if needs_phi != (args.run is not None):
+        raise UsageError(f"--reward {args.reward} " + ("needs --run" if needs_phi else "uses no representation; drop --run"))
+    checkpoint, run_args = load_run(args.run) if needs_phi else (None, None)
+    if args.seed is None:
+        args.seed = run_args["seed"] if run_args else 0
+    env, env_name = ant_maze(args.env, run_args, args.num_envs, args.seed)
+    with torch.no_grad():
+        reward, scale = make_reward(args.reward, env, load_phi(checkpoint) if needs_phi else None)
+    args.method = args.method or (method_name(run_args) if needs_phi else args.reward)
+    if args.run_dir is None:
+        variant = f"{args.method}-{args.reward}" if needs_phi else args.reward
+        args.run_dir = f"runs/shaping/{env_name}/{variant.replace(' ', '_')}/seed{args.seed}"
+    return env, reward, scale if args.reward_scale is None else args.reward_scale, env_name
+
+
+def evaluate_shaping(args):
+    """The body of `shaping`."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages, which run slower
+    env, reward, scale, env_name = prepare_shaping(args)
+    if args.benchmark:
+        return benchmark_sac(args, env, reward, scale, env_name)
+    agent, judge = Sac(args, env, reward, scale), antmaze.make(env.name, args.eval_episodes, 0)
+    path, logged = Path(args.run_dir) / "checkpoint.pt", []
+    free = ("steps", "run_dir", "resume", "save_replay", "checkpoint_every", "results", "benchmark", "run")
+    identity = {key: value for key, value in asdict(args).items() if key not in free} | {"env": env_name, "reward_scale": scale}
+    if args.resume and path.exists():
+        checkpoint, _ = load_run(path)
+        other = [f"{key} {old!r} there, {identity.get(key)!r} here" for key, old in checkpoint["args"].items() if identity.get(key) != old]
+        if other or checkpoint.get("script") != "shaping":
+            raise UsageError(f"{path} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
+        agent.load(checkpoint["agent"])
+        logged = [tuple(entry) for entry in checkpoint["logged"]]
+    elif path.exists():
+        raise UsageError(f"{path.parent} holds a run already; add --resume to continue it or choose another --run-dir")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    print(f"shaping with {args.reward} of {args.method} on {env_name}, seed {args.seed}, reward times {scale:.4g}, checkpoints to {path}")
+    moves = -(-args.steps // args.num_envs)
+    every = max(1, args.eval_every // args.num_envs)
+    bar = tqdm(initial=agent.moves * args.num_envs, total=moves * args.num_envs, unit="step", unit_scale=True, dynamic_ncols=True)
+    while agent.moves < moves:
+        agent.step()
+        bar.update(args.num_envs)
+        if agent.moves % every == 0 or agent.moves == moves:
+            steps = agent.moves * args.num_envs
+            scores = evaluate_policy(judge, agent.act, reward, args.horizon, args.seed + agent.moves)
+            logged += [(steps, metric, float(value)) for metric, value in scores.items()]
+            bar.set_postfix({key: format(scores[key], ".2f") for key in ("success", "distance", "return")})
+            add_results(args.results, [(f"shaping-{args.reward}", args.method, env_name, args.seed, *entry) for entry in logged])
+            if agent.moves == moves or agent.moves // every % args.checkpoint_every == 0:
+                checkpoint = {"script": "shaping", "args": identity, "agent": agent.state(), "logged": [list(entry) for entry in logged]}
+                write_atomically(path, lambda file: torch.save(checkpoint, file))
+    bar.close()
+    print(", ".join(f"{metric} {value:.3f}" for _, metric, value in logged[-6:]) + f"; rows in {args.results}")
+
+
+def benchmark_sac(args, env, reward, scale, env_name, rounds=3, seconds=8.0):
+    """Environment steps per CPU second of this SAC and of Stable-Baselines3's on the same ants, networks, batch and update ratio.
+
+    Stable-Baselines3 gets as many ants, in its DummyVecEnv. They take turns; the best round of each counts.
+    """
+    try:
+        from stable_baselines3 import SAC
+        from stable_baselines3.common.vec_env import DummyVecEnv
+    except ImportError:
+        raise UsageError("--benchmark needs stable-baselines3; pip install it, or drop the flag") from None
+    per_move = args.update_ratio * args.num_envs
+    if per_move < 1 or per_move != int(per_move):
+        raise UsageError(f"--benchmark needs a whole number of updates per step of all ants, not {per_move:g}")
+    agent = Sac(args, env, reward, scale)
+    while agent.updates < 2 * per_move:
+        agent.step()
+    peer = SAC("MlpPolicy", DummyVecEnv([lambda: antmaze.AntMazeEnv(env.name)] * args.num_envs), learning_rate=args.learning_rate,
+               buffer_size=200_000, learning_starts=args.warmup, batch_size=args.batch_size, tau=args.tau, gamma=args.gamma,
+               train_freq=1, gradient_steps=int(per_move), ent_coef=args.alpha, policy_kwargs={"net_arch": [args.hidden] * 2},
+               seed=0, device="cpu")
+    peer.learn(args.warmup + 2 * args.num_envs)
+    chunk, best = 8 * args.num_envs, {}
+
+    def ours():
+        for _ in range(8):
+            agent.step()
+
+    def theirs():
+        peer.learn(chunk, reset_num_timesteps=False)
+
+    for _ in range(rounds):
+        for name, run in (("evaluate.py", ours), ("Stable-Baselines3", theirs)):
+            count, begin = 0, time.process_time()
+            while time.process_time() - begin < seconds:
+                run()
+                count += chunk
+            best[name] = max(best.get(name, 0.0), count / (time.process_time() - begin))
+    ratio = best["evaluate.py"] / best["Stable-Baselines3"]
+    print(", ".join(f"{name} {value:,.0f}" for name, value in best.items()) + f" environment steps per CPU second: {ratio:.2f} times")
+    rows = [("shaping-speed", name, env_name, args.seed, 0, f"steps_per_second_ratio{args.update_ratio:g}_ants{args.num_envs}", value)
+            for name, value in best.items()]
+    add_results(Path(args.results).with_name("antmaze_shaping_speed.csv"), rows)
+
+
+# ================================================================================================= skills: a sparse task
+# What the paper leaves open: returns are divided by the episode's length, so that the entropy coefficient has a meaning; the critic is
+# a network of the policy's shape that also sees the time left. An ant on its back stays there until its episode ends; one whose physics
+# diverged goes on from s0. A DCO option can be chosen where it may start, or any where none may; it runs for one step at least.
+@dataclass
+class Skills:
+    """Do frozen skills solve the maze? A fresh high-level policy over them learns the sparse task; also what they cover without a task."""
+
+    run: Optional[str] = None
+    """run directory of tatc.py or baselines_dco_diayn.py on an ant maze, or its checkpoint"""
+    floor: Optional[Literal["actions", "skills"]] = None
+    """instead of --run: eight times uniformly random actions, or eight skills of an untrained network"""
+    env: Optional[str] = None
+    """antmaze1, antmaze2 or ant:FILE; default: the run's, or antmaze1"""
+    method: Optional[str] = None
+    """name in the rows; default from the run"""
+    seed: int = 0
+    """seed of the high level and its ants; the rows' seed is 100 times the run's plus this"""
+    num_skills: int = 8
+    """skills that the run must have"""
+    episodes: int = 4000
+    """training episodes"""
+    batch: int = 8
+    """episodes per update, side by side"""
+    horizon: int = 1000
+    """steps per episode"""
+    skill_length: int = 200
+    """steps per choice of a skill"""
+    hidden: int = 128
+    """units in each of the two hidden tanh layers"""
+    learning_rate: float = 1e-3
+    """RMSprop step size"""
+    entropy_coef: float = 0.01
+    """entropy coefficient of the high-level policy"""
+    log_every: int = 10
+    """updates between two result rows"""
+    rollouts: int = 48
+    """randomly chosen skills whose cells are counted"""
+    results: str = "results/antmaze_skills.csv"
+    """file to which the rows go"""
+
+
+def tatc_skills(pi_low, num_skills):
+    """pi_low's state_dict in the form of baselines_dco_diayn.py's "skills": a direction's term joins the first layer's bias."""
+    if not {"weight_obs", "weight_extra", "bias", "obs_scale", "middle.weight", "out.weight"} <= set(pi_low):
+        raise UsageError("the checkpoint's pi_low is not a network of tatc.py on the ants")
+    angles = 2 * np.pi * torch.arange(num_skills) / num_skills
+    omega = torch.zeros(num_skills, len(pi_low["weight_extra"]))
+    omega[:, 0], omega[:, 1] = angles.cos(), angles.sin()
+    return {"kind": "index", "num_skills": num_skills, "obs_scale": pi_low["obs_scale"], "activation": "tanh",
+            "weights": [pi_low["weight_obs"][None], pi_low["middle.weight"].T[None], pi_low["out.weight"].T[None]],
+            "biases": [pi_low["bias"] + omega @ pi_low["weight_extra"], pi_low["middle.bias"][None], pi_low["out.bias"][None]]}
+
+
+class FrozenSkills:
+    """Skills of a checkpoint, in numpy: `act` on the ants, and for options `may_start` and `ended`.
+
+    entry: weights, a list of [k or 1, in, out], and biases of [k or 1, out], one each per layer, 1 when all skills share it; obs_scale
+    [29]; activation between layers. kind "index": out [40] are logits of 5 values for each of 8 torques; "tanh": out [8];
+    "tanh_gaussian": out [16], mean and log standard deviation; "actions": no network, uniform actions. f_weights, f_biases and threshold
+    [k]: option z may start where f_z > threshold[z] and ends elsewhere.
+    """
+
+    def __init__(self, entry):
+        self.kind, self.num_skills, self.scale = entry["kind"], entry["num_skills"], None
+        if self.kind not in ("index", "tanh", "tanh_gaussian", "actions"):
+            raise UsageError(f"skills of kind {self.kind!r} do not act on ants")
+        if self.kind != "actions":
+            self.scale = entry["obs_scale"].numpy()
+            self.activation = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0)}[entry["activation"]]
+            self.policy = self.layers(entry, "weights", "biases")
+        self.threshold = entry["threshold"].numpy() if "threshold" in entry else None
+        if self.threshold is not None:
+            self.f = self.layers(entry, "f_weights", "f_biases")
+
+    def layers(self, entry, weights, biases):
+        found = [(weight.numpy(), bias.numpy()) for weight, bias in zip(entry[weights], entry[biases], strict=True)]
+        if any(len(array) not in (1, self.num_skills) for layer in found for array in layer):
+            raise UsageError(f"the checkpoint's skills are damaged: layers of other than {self.num_skills} skills")
+        return found
+
+    def outputs(self, layers, obs, skill):
+        """Output [n, out] of the networks of skill [n] at obs [n, 29]."""
+        x = obs * self.scale
+        for i, (weight, bias) in enumerate(layers):
+            x = x if i == 0 else self.activation(x)
+            if len(weight) == 1:
+                x = x @ weight[0]
+            else:
+                inputs, x = x, np.empty((len(x), weight.shape[2]), np.float32)
+                for z in np.unique(skill):
+                    x[skill == z] = inputs[skill == z] @ weight[z]
+            x = x + bias[skill if len(bias) > 1 else 0]
+        return x
+
+    def act(self, obs, skill, rng):
+        """What env.move takes: actions [n, 8] of skill [n] at obs [n, 29]."""
+        if self.kind == "actions":
+            return rng.integers(5, size=(len(obs), 8))
+        out = self.outputs(self.policy, obs, skill)
+        if self.kind == "index":
+            logits = out.reshape(len(obs), 8, 5)
+            return (logits - np.log(rng.standard_exponential(logits.shape, dtype=np.float32))).argmax(-1)  # Gumbel noise
+        if self.kind == "tanh_gaussian":
+            mean, log_std = np.split(out, 2, axis=1)
+            out = mean + np.exp(log_std.clip(-5, 2)) * rng.standard_normal(mean.shape, dtype=np.float32)
+        return np.tanh(out)
+
+    def ended(self, obs, skill):
+        """[n] bool: the option of ant n ends at obs [n, 29]; skills that are no options never do."""
+        return np.zeros(len(obs), bool) if self.threshold is None else self.outputs(self.f, obs, skill)[:, 0] <= self.threshold[skill]
+
+    def may_start(self, obs):
+        """[n, k] bool: what can be chosen at obs [n, 29]; everything where nothing may start."""
+        if self.threshold is None:
+            return np.ones((len(obs), self.num_skills), bool)
+        allowed = ~np.stack([self.ended(obs, np.full(len(obs), z)) for z in range(self.num_skills)], axis=1)
+        return allowed | ~allowed.any(1, keepdims=True)
+
+
+def run_skills(env, skills, choose, steps, length, rng):
+    """Skills one after the other from where the ants are; yields obs [N, 29] after each step.
+
+    choose(t, ants [m], obs [m, 29], allowed [m, k]) -> [m] is asked when a skill's `length` is over or its option has ended.
+    """
+    skill, left = np.zeros(env.num_envs, np.int64), np.zeros(env.num_envs, np.int64)
+    for t in range(steps):
+        ants = np.flatnonzero(left == 0)
+        if len(ants):
+            skill[ants], left[ants] = choose(t, ants, env.obs[ants], skills.may_start(env.obs[ants])), length
+        obs = env.move(skills.act(env.obs, skill, rng))
+        left -= 1
+        left[skills.ended(obs, skill)] = 0
+        yield obs
+
+
+def random_choice(allowed, rng):
+    """One of the skills allowed [m, k] for each of m ants, uniformly -> [m]."""
+    return np.where(allowed, rng.random(allowed.shape), -1.0).argmax(1)
+
+
+def covered_cells(env_name, skills, args, passed_on, repeats=8):
+    """Mean share of the maze's cells that `rollouts` randomly chosen skills of skill_length steps visit, over `repeats`.
+
+    passed_on: a skill starts where the last one ended, the first one at s0; otherwise each starts at s0.
+    """
+    chains, length = (1, args.rollouts) if passed_on else (args.rollouts, 1)
+    env, rng = antmaze.make(env_name, repeats * chains, args.seed), np.random.default_rng(args.seed)
+    visited = np.zeros((repeats, env.num_cells), bool)
+    group = np.repeat(np.arange(repeats), chains)
+    visited[group, env.cell(env.obs)] = True
+
+    def choose(t, ants, obs, allowed):
+        return random_choice(allowed, rng)
+
+    for obs in run_skills(env, skills, choose, length * args.skill_length, args.skill_length, rng):
+        visited[group, env.cell(obs)] = True
+    return visited.mean()
+
+
+def choice_loss(logits, allowed, choice, value, returns, entropy_coef):
+    """A2C with Monte-Carlo returns [n]: logits and allowed [n, k], choice [n], value [n] of the critic."""
+    log_pi = F.log_softmax(logits.masked_fill(~allowed, -1e9), dim=-1)
+    log_prob, entropy = log_pi.gather(1, choice[:, None]).squeeze(1), -(log_pi.exp() * log_pi).sum(1)
+    policy_loss = -(log_prob * (returns - value.detach())).mean() - entropy_coef * entropy.mean()
+    return policy_loss + (returns - value).square().mean()
+
+
+def high_level_episodes(args, env, skills, policy, rng):
+    """One episode of each ant from s0 -> (choices, rewards [T, N]).
+
+    choices: obs [n, 29], allowed [n, k], choice [n], time left [n, 1] as a share, and return to go [n] as a share of the horizon.
+    """
+    env.place(np.ones(env.num_envs, bool), "s0")
+    asked = []
+
+    def choose(t, ants, obs, allowed):
+        with torch.no_grad():
+            logits = policy(torch.as_tensor(obs)).numpy()
+        choice = np.where(allowed, logits + rng.gumbel(size=logits.shape), -np.inf).argmax(1)
+        asked.append((np.full(len(ants), t), ants, obs, allowed, choice))
+        return choice
+
+    rewards = np.array([within_goal(obs, env) for obs in run_skills(env, skills, choose, args.horizon, args.skill_length, rng)], np.float32)
+    when, ants, obs, allowed, choice = map(np.concatenate, zip(*asked))
+    to_go = rewards[::-1].cumsum(0)[::-1] / args.horizon
+    time_left = (1 - when[:, None] / args.horizon).astype(np.float32)
+    return [torch.as_tensor(array) for array in (obs, allowed, choice, time_left, to_go[when, ants])], rewards
+
+
+def load_skills(args):
+    """(skills, name of the maze file or built-in, its name in the rows, method, the run's seed) of --run or --floor."""
+    if (args.run is None) == (args.floor is None):
+        raise UsageError("give either --run RUN_DIR or --floor")
+    if args.floor is not None:
+        env, env_name = ant_maze(args.env, None, 1, 0)
+        entry = {"kind": "actions", "num_skills": args.num_skills}
+        if args.floor == "skills":
+            torch.manual_seed(args.seed)
+            entry = tatc_skills(Net(29, 2, 40, 128, env.obs_scale).state_dict(), args.num_skills)
+        return FrozenSkills(entry), env.name, env_name, args.method or f"random {args.floor}", 0
+    checkpoint, run_args = load_run(args.run)
+    env, env_name = ant_maze(args.env, run_args, 1, 0)
+    if checkpoint.get("skills"):
+        entry = checkpoint["skills"]
+    elif any(key.startswith("pi_low.") for key in checkpoint.get("networks", ())):
+        entry = tatc_skills(part_of(checkpoint["networks"], "pi_low"), run_args["num_directions"])
+    else:
+        raise UsageError(f"{args.run} is not a skills checkpoint; give a run of tatc.py or baselines_dco_diayn.py")
+    if entry["num_skills"] != args.num_skills:
+        raise UsageError(f"{args.run} has {entry['num_skills']} skills, not {args.num_skills}; finish its training or give --num-skills")
+    return FrozenSkills(entry), env.name, env_name, args.method or method_name(run_args), run_args["seed"]
+
+
+def evaluate_skills(args):
+    """The body of `skills`."""
+    torch.set_num_threads(1)
+    for name in ("num_skills", "episodes", "batch", "horizon", "skill_length", "hidden", "log_every", "rollouts"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least 1")
+    for name in ("entropy_coef", "learning_rate"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
+    if not 0 <= args.seed < 100:
+        raise UsageError(f"--seed is {args.seed}; use 0 to 99")
+    skills, maze, env_name, method, run_seed = load_skills(args)
+    row_seed = 100 * run_seed + args.seed
+    print(f"skills of {method} on {env_name}, run {run_seed}, seed {args.seed}, rows to {args.results}")
+    cells = {name: covered_cells(maze, skills, args, passed_on) for name, passed_on in (("cells", False), ("cells_passed_on", True))}
+    print(", ".join(f"{name} {value:.3f}" for name, value in cells.items()))
+
+    torch.manual_seed(args.seed)
+    env, rng = antmaze.make(maze, args.batch, args.seed), np.random.default_rng(args.seed)
+    policy, critic = Net(29, 0, args.num_skills, args.hidden, env.obs_scale), Net(29, 1, 1, args.hidden, env.obs_scale)
+    optimizer = torch.optim.RMSprop([*policy.parameters(), *critic.parameters()], lr=args.learning_rate, foreach=True)
+    logged, success, returns = [], [], []
+    updates = -(-args.episodes // args.batch)
+    bar = tqdm(range(1, updates + 1), unit="update", dynamic_ncols=True)
+    for number in bar:
+        (obs, allowed, choice, time_left, to_go), rewards = high_level_episodes(args, env, skills, policy, rng)
+        success.append(rewards.any(0).mean())
+        returns.append(rewards.sum(0).mean())
+        if number % args.log_every == 0 or number == updates:
+            logged += [(number * args.batch, "success", np.mean(success)), (number * args.batch, "return", np.mean(returns))]
+            bar.set_postfix(success=f"{logged[-2][2]:.2f}", reward=f"{logged[-1][2]:.1f}")
+            success, returns = [], []
+        loss = choice_loss(policy(obs), allowed, choice, critic(obs, time_left).squeeze(-1), to_go, args.entropy_coef)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    rows = [("skills-cells", method, env_name, row_seed, 0, *entry) for entry in cells.items()]
+    add_results(args.results, rows + [("skills", method, env_name, row_seed, *entry) for entry in logged])
+    print(f"success {logged[-2][2]:.3f}, return {logged[-1][2]:.1f}, {env.diverged} ants diverged; rows in {args.results}")
+
+
 # ================================================================================================= figures and tables
 @dataclass
 class Figures:
@@ -690,22 +1414,68 @@ def gridworld_figures(results_dir):
     return tables
 
 
+def smooth(curves, keep=0.9):
+    """The curves of `curves_of` exponentially smoothed, as the paper draws them: y_t = keep y_{t-1} + (1 - keep) x_t, y_0 = x_0."""
+
+    def smoothed(values):
+        return list(itertools.accumulate(values, lambda old, new: keep * old + (1 - keep) * new))
+
+    return {env: {method: {seed: (steps, smoothed(values)) for seed, (steps, values) in seeds.items()}
+                  for method, seeds in methods.items()} for env, methods in curves.items()}
+
+
+def antmaze_figures(results_dir):
+    """The figures of shaping and skills; returns {name: table}."""
+    tables, rows = {}, read_results(results_dir / "antmaze_shaping.csv")
+
+    def shaped(reward, metric):  # sparse and xy belong beside both
+        parts = [curves_of(rows, f"shaping-{name}", metric) for name in (reward, "sparse", "xy")]
+        return {env: {method: seeds for part in parts for method, seeds in part.get(env, {}).items()}
+                for env in sorted({env for part in parts for env in part})}
+
+    panels, columns = [], {}
+    for reward in ("dense", "mix"):
+        for metric, label, limits in (("success", "success rate", (-0.03, 1.03)), ("distance", "final distance to the goal", (0, None))):
+            curves = shaped(reward, metric)
+            panels.append((smooth(curves), f"{reward}: {label}", limits))
+            columns |= {(f"{reward}, {label}", env): cells for env, cells in curves.items()}
+    draw_curves(results_dir / "figures" / "antmaze_shaping.png", panels, "environment steps",
+                "Reward shaping: SAC on distances in phi, smoothed by 0.9.\n"
+                "The paper (5 million steps): TATC does as well as Lap-rep (uniform) or better.")
+    if columns:
+        tables["shaping"] = table_of(columns)
+    rows = read_results(results_dir / "antmaze_skills.csv")
+    names = {"success": "success rate", "return": "return"}
+    panels = [(smooth(curves_of(rows, "skills", metric)), label, (0, None)) for metric, label in names.items()]
+    draw_curves(results_dir / "figures" / "antmaze_skills.png", panels, "episodes",
+                "A new high-level policy over frozen skills, sparse reward, smoothed by 0.9.\n"
+                "The paper: TATC's skills quickly solve the task, DCO's and DIAYN's do not.")
+    names = {("skills", "success"): "success rate", ("skills", "return"): "return",
+             ("skills-cells", "cells"): "cells of 48 skills from s0", ("skills-cells", "cells_passed_on"): "cells, state passed on"}
+    columns = {(heading, env): cells for (experiment, metric), heading in names.items()
+               for env, cells in curves_of(rows, experiment, metric).items()}
+    if columns:
+        tables["skills"] = table_of(columns)
+    return tables
+
+
 def draw_figures(args):
     """The body of `figures`."""
     results_dir = Path(args.results_dir)
-    tables = tatc_figures(results_dir) | gridworld_figures(results_dir) | antmaze_tables(results_dir)
+    tables = tatc_figures(results_dir) | gridworld_figures(results_dir) | antmaze_tables(results_dir) | antmaze_figures(results_dir)
     if not tables:
-        raise UsageError(f"{results_dir} holds no result files; run prediction, control or scores first")
+        raise UsageError(f"{results_dir} holds no result files; run another subcommand first")
     fill_tables(Path(args.readme), tables)
 
 
 # ============================================================================================================= main
-COMMANDS = {Prediction: evaluate_agent, Control: evaluate_agent, Scores: collect_scores, Figures: draw_figures}
+COMMANDS = {Prediction: evaluate_agent, Control: evaluate_agent, Scores: collect_scores, Shaping: evaluate_shaping,
+            Skills: evaluate_skills, Figures: draw_figures}
 
 if __name__ == "__main__":
     try:
-        command = tyro.cli(Prediction | Control | Scores | Figures)
+        command = tyro.cli(Prediction | Control | Scores | Shaping | Skills | Figures)
         COMMANDS[type(command)](command)
-    except (UsageError, gridworld.MazeError) as error:
+    except (UsageError, gridworld.MazeError, antmaze.MazeError) as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
         sys.exit(2)
