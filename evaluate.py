@@ -60,7 +60,7 @@ COLOURS = {
     "sparse": "#bcbd22",
     "xy": "#e377c2",
     "random actions": "#000000",
-    "random skills": "#7f7f7f",
+    "random skills": "#c49c94",
 }
 DASHED = ("Lap-rep uniform d=2", "exact eigenvectors", "one-hot")  # what has more than s0 and random walks to learn from
 

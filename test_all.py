@@ -1327,7 +1327,7 @@ def test_evaluate_method_names():
     assert evaluate.method_name(dict(script="tatc", prior="uniform", boredom_coef=0.0)) == "TATC uniform boredom=0"
     assert evaluate.method_name(dict(script="laprep", prior="s0", dim=3, objective="graph_drawing")) == "Lap-rep s0 d=3"
     assert evaluate.method_name(dict(script="laprep", prior="uniform", dim=11, objective="allo")) == "Lap-rep uniform d=11 allo"
-    assert len(set(evaluate.COLOURS.values())) == len(evaluate.COLOURS) == 11
+    assert len(set(evaluate.COLOURS.values())) == len(evaluate.COLOURS) == 12
 
 
 def test_evaluate_student_interval():
