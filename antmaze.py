@@ -754,6 +754,8 @@ class Args:
     """write a film (.gif) or a picture (.png) of a random ant"""
     benchmark: bool = True
     """print the speed benchmark (half a minute)"""
+    repeats: int = 1
+    """runs of the benchmark, with the seeds seed, seed + 1, ...; a shared machine's cores differ by a fifth from minute to minute"""
     physics: bool = False
     """print the physics table (ten minutes)"""
     results: str | None = None
@@ -773,8 +775,8 @@ def main(args):
     print(f"wrote {args.picture}")
     if args.render:
         print(f"wrote {render_film(args.render, args.maze, args.seed)}")
-    for wanted, measure in ((args.benchmark, benchmark), (args.physics, physics)):
-        rows = measure(args.maze, args.seed) if wanted else []
+    for repeats, measure in ((args.repeats * args.benchmark, benchmark), (int(args.physics), physics)):
+        rows = [row for repeat in range(repeats) for row in measure(args.maze, args.seed + repeat)]
         if rows and args.results:
             path = Path(args.results) / f"{rows[0][0]}.csv"
             with open(path, "w", newline="") as file:

@@ -498,6 +498,8 @@ def resolve(args):
         args.episode_length = int(np.ceil(env.cell_distance.max() / args.skill_length)) * args.skill_length
     if args.episode_length < 1 or args.episode_length % args.skill_length:
         raise UsageError(f"--episode-length is {args.episode_length}; use a positive multiple of --skill-length {args.skill_length}")
+    if args.skill_length % args.pair_gap:
+        raise UsageError(f"--pair-gap is {args.pair_gap}; use a divisor of --skill-length {args.skill_length}")
     skills = args.episode_length // args.skill_length
     args.skills_per_update = args.skills_per_update or skills
     if args.skills_per_update < 1 or skills % args.skills_per_update:
@@ -657,7 +659,8 @@ def train(args):
         if number % args.checkpoint_every == 0 or number == args.updates:
             checkpoint = {
                 "script": "tatc", "args": identity, "update": number, "seconds": time.perf_counter() - begin, "sums": sums,
-                "networks": networks.state_dict(), "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}, "env": as_tensors(env.get_state()),
+                "networks": networks.state_dict(), "env": as_tensors(env.get_state()),
+                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
                 "rng": rng.bit_generator.state, "snapshots": as_tensors(snapshots), "visited": torch.as_tensor(visited),
                 "random_walk": torch.as_tensor(random_walk), "began": [torch.as_tensor(array) for array in began],
                 "choices": [torch.as_tensor(array) for array in choices],
@@ -681,9 +684,11 @@ def finish(args, env, world, networks, omega, snapshots, rows, run_dir):
         order = np.argsort(distance, kind="stable")[np.linspace(0, len(distance) - 1, 12).astype(int)]
         traces = ant_skill_traces(args, networks, omega, env.truth_obs[order])
         antmaze.draw_traces(run_dir / "skills.png", env, traces, f"{args.skill_length} steps of each skill")
-    last = rows[-1]
-    print(", ".join(f"{key} {last[key]}" for key in last if key.startswith("eval/") and last[key]))
-    print(f"{int(last['env_steps']) / float(last['seconds']):,.0f} environment steps per second, {float(last['seconds']) / 60:.1f} minutes")
+    if rows:
+        last = rows[-1]
+        print(", ".join(f"{key} {last[key]}" for key in last if key.startswith("eval/") and last[key]))
+        rate, minutes = int(last["env_steps"]) / float(last["seconds"]), float(last["seconds"]) / 60
+        print(f"{rate:,.0f} environment steps per second, {minutes:.1f} minutes")
     print(f"pictures: {run_dir}/representation.png, progress.png, skills.png")
 
 

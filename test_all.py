@@ -795,6 +795,7 @@ def test_bad_arguments_give_one_line_and_lose_nothing(tmp_path, monkeypatch, cap
         (("--env", maze, "--skill-length", 0), "--skill-length is 0"),
         (("--env", maze, "--skill-length", 7, "--episode-length", 20), "a positive multiple of --skill-length 7"),
         (("--env", maze, "--skills-per-update", 4, "--skill-length", 6, "--episode-length", 18), "a divisor of L = 3"),
+        (("--env", maze, "--skill-length", 6, "--pair-gap", 4), "a divisor of --skill-length 6"),
         (("--env", maze, "--reset-prob", 1.5), "--reset-prob is 1.5"),
         (("--env", maze, "--dim", 1), "--dim is 1"),
         (("--env", maze, "--beta", "nan"), "--beta is nan"),
@@ -2085,6 +2086,8 @@ def benchmark(updates=60):
         seconds[name] = (time.process_time() - begin) / count
     for name, value in seconds.items():
         print(f"{name}: {1000 * value:.1f} ms per update, {value / seconds['ours']:.2f}x ours")
+    rows = [("gridworld_speed", name, "umaze", 0, 0, "cpu_ms_per_update", 1000 * value) for name, value in seconds.items()]
+    evaluate.add_results(ROOT / "results" / "gridworld_speed.csv", rows)
 
 
 def naive_laprep_update(env, d=2, n=128):
