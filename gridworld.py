@@ -315,17 +315,26 @@ def draw_progress(path, env, snapshots, titles):
 
 
 def draw_skills(path, env, policy, directions):
-    """Mean step of each skill in each state: policy [skills, S, 4] probabilities, directions [skills, 2] of phi."""
+    """Mean step of each skill: policy [skills, S, 4] probabilities, directions [skills, 2] of phi.
+
+    An arrow in every second cell: its direction is the mean step's, its colour the mean step's length, 0 to 1.
+    """
     moved = env.truth_xy[env.next_state] - env.truth_xy[:, None]  # [S, 4, 2]
-    arrows = np.einsum("ksa,sad->ksd", policy, moved)
+    steps = np.einsum("ksa,sad->ksd", policy, moved)
+    shown = (env.truth_xy % 2 == 1).all(1)
     columns = (len(policy) + 1) // 2
-    figure = Figure(figsize=(3.2 * columns, 6.4), layout="constrained")
-    for ax, arrow, direction in zip(figure.subplots(2, columns, squeeze=False).ravel(), arrows, directions):
+    height, width = env.free.shape
+    figure = Figure(figsize=(3.2 * columns + 1, 6.6 * height / width + 0.6), layout="constrained")
+    axes = figure.subplots(2, columns, squeeze=False)
+    for ax, step, direction in zip(axes.ravel(), steps, directions):
         draw_maze(ax, env, np.zeros(env.num_states))
         ax.images[0].set_cmap(matplotlib.colors.ListedColormap(["white"]).with_extremes(bad="0.6"))
-        ax.quiver(*env.truth_xy.T, *arrow.T, np.linalg.norm(arrow, axis=1), angles="xy", scale_units="xy", scale=1,
-                  width=0.006, cmap="magma_r", clim=(-0.3, 1))
+        length = np.linalg.norm(step, axis=1, keepdims=True)
+        arrow = 1.7 * step / np.maximum(length, 1e-9)
+        arrows = ax.quiver(*env.truth_xy[shown].T, *arrow[shown].T, length[shown, 0], angles="xy", scale_units="xy", scale=1,
+                           pivot="mid", width=0.007, cmap="viridis_r", clim=(0, 1))
         ax.set_title(f"delta = ({direction[0]:.2f}, {direction[1]:.2f})", fontsize=9)
+    figure.colorbar(arrows, ax=axes, label="mean step", shrink=0.6)
     figure.savefig(path, dpi=110)
 
 
