@@ -324,7 +324,7 @@ def draw_skills(path, env, policy, directions):
     shown = (env.truth_xy % 2 == 1).all(1)
     columns = (len(policy) + 1) // 2
     height, width = env.free.shape
-    figure = Figure(figsize=(3.2 * columns + 1, 6.6 * height / width + 0.6), layout="constrained")
+    figure = Figure(figsize=(3.2 * columns + 1, max(3.0, 6.6 * height / width) + 0.6), layout="constrained")
     axes = figure.subplots(2, columns, squeeze=False)
     for ax, step, direction in zip(axes.ravel(), steps, directions):
         draw_maze(ax, env, np.zeros(env.num_states))
