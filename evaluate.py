@@ -7,6 +7,7 @@
     python evaluate.py shaping --run runs/tatc/antmaze1/s0/seed0        # SAC on distances in phi; rows to results/antmaze_shaping.csv
     python evaluate.py skills --run runs/tatc/antmaze1/s0/seed0         # frozen skills, sparse task; rows to results/antmaze_skills.csv
     python evaluate.py figures                                          # every figure and README table, from the rows
+    python evaluate.py plan                                             # the commands behind all of this, one per line
 
 A result row is experiment, method, env, seed, step, metric, value. Repeating a command replaces its rows; two processes may write to
 one file at the same time.
@@ -117,6 +118,12 @@ def add_results(path, rows):
         kept = sorted(kept + new, key=key)  # a stable sort: steps stay in order within a key
         lines = [",".join(COLUMNS)] + [",".join(row[name] for name in COLUMNS) for row in kept]
         write_atomically(path, lambda file: file.write(("\n".join(lines) + "\n").encode()))
+
+
+def finished(path, last_step, *key):
+    """Whether the results file holds rows of key (experiment, method, env, seed) up to last_step."""
+    key = tuple(map(str, key))
+    return any(tuple(row[name] for name in COLUMNS[:4]) == key and int(row["step"]) >= last_step for row in read_results(Path(path)))
 
 
 # --------------------------------------------------------------------------------- representations under evaluation
@@ -356,6 +363,8 @@ class Prediction:
     """units in each of the two hidden layers"""
     log_every: int = 50
     """updates between two result rows"""
+    resume: bool = False
+    """do nothing if the results file has the rows of this command already"""
     results: str = "results/gridworld_prediction.csv"
     """file to which the rows go"""
 
@@ -414,6 +423,8 @@ def evaluate_agent(args):
     env, features, method, seed = load_features(args)
     env_name = Path(env.name).stem
     print(f"{experiment} of {method} on {env_name}, seed {seed}, rows to {args.results}")
+    if args.resume and all(finished(args.results, args.updates, f"{experiment}-{start}", method, env_name, seed) for start in args.starts):
+        return print("finished already")
     rows = []
     if experiment == "prediction":
         others = np.arange(env.num_states) != env.goal_index
@@ -964,6 +975,8 @@ class Skills:
     """updates between two result rows"""
     rollouts: int = 48
     """randomly chosen skills whose cells are counted"""
+    resume: bool = False
+    """do nothing if the results file has the rows of this command already"""
     results: str = "results/antmaze_skills.csv"
     """file to which the rows go"""
 
@@ -1154,6 +1167,8 @@ def evaluate_skills(args):
     skills, maze, env_name, method, run_seed = load_skills(args)
     row_seed = 100 * run_seed + args.seed
     print(f"skills of {method} on {env_name}, run {run_seed}, seed {args.seed}, rows to {args.results}")
+    if args.resume and finished(args.results, args.episodes, "skills", method, env_name, row_seed):
+        return print("finished already")
     cells = {name: covered_cells(maze, skills, args, passed_on) for name, passed_on in (("cells", False), ("cells_passed_on", True))}
     print(", ".join(f"{name} {value:.3f}" for name, value in cells.items()))
 
@@ -1476,13 +1491,135 @@ def draw_figures(args):
     fill_tables(Path(args.readme), tables)
 
 
+# ============================================================================================================= plan
+EXPERIMENTS = ("gridworld", "ablation", "readings", "own", "laprep", "prediction", "control", "antmaze", "shaping", "skills")
+# Budgets of seconds instead of minutes, for trying a plan out.
+SMOKE = {"tatc.py": "--updates 6 --log-every 2 --checkpoint-every 2 --num-envs 4", "laprep.py": "--updates 40 --samples 4000 --log-every 20 --checkpoint-every 20",
+         "baselines_dco_diayn.py dco": "--samples 2000 --f-updates 10 --policy-updates 10",
+         "baselines_dco_diayn.py diayn": "--updates 200 --updates-per-step 1", "evaluate.py prediction": "--updates 20 --log-every 10",
+         "evaluate.py control": "--updates 20 --log-every 10", "evaluate.py shaping": "--steps 2000 --eval-every 1000 --horizon 50",
+         "evaluate.py skills": "--episodes 16 --horizon 40 --skill-length 10"}
+
+
+@dataclass
+class Plan:
+    """Print the trainings and evaluations behind the figures: one shell command per line, with its core-minutes as measured.
+
+    A line needs lines of earlier stages only, so the lines of a stage may run side by side. Each continues where it was interrupted
+    or finds itself finished: a plan that was killed is run again as it is.
+    """
+
+    experiment: Tuple[Literal["gridworld", "ablation", "readings", "own", "laprep", "prediction", "control", "antmaze", "shaping",
+                              "skills"], ...] = EXPERIMENTS
+    """what to plan, with the trainings that it needs"""
+    stage: Optional[Literal["train", "evaluate", "figures"]] = None
+    """only these lines"""
+    seeds: int = 5
+    """seeds of the gridworld experiments; at most 3 of them for ablations and ants"""
+    results_dir: str = "results"
+    """where the rows go"""
+    smoke: bool = False
+    """budgets of seconds: tries the plan, not the methods"""
+
+
+def plan_commands(args):
+    """[(stage, command, core-minutes)] of a plan, in order, each command once."""
+    lines, all_seeds, few_seeds = {}, range(args.seeds), range(min(args.seeds, 3))
+
+    def add(stage, command, minutes):
+        script = next((name for name in SMOKE if command.startswith(name)), None)
+        smoke = f" {SMOKE[script]}" if args.smoke and script else ""
+        lines.setdefault((stage, f"python {command}{smoke}"), minutes)
+
+    def train(command, env, variant, seeds, minutes, results=None):
+        """Trainings of the seeds; their scores go to `results`. Returns the run directories."""
+        runs = []
+        for seed in seeds:
+            add("train", f"{command} --env {env} --seed {seed} --resume", minutes)
+            method = command.split()[1] if command.startswith("baselines") else command.split(".")[0]
+            runs.append(f"runs/{method}/{Path(env).stem}/{variant}/seed{seed}")
+            if results:
+                add("evaluate", f"evaluate.py scores --results {args.results_dir}/{results} --runs {runs[-1]}", 0.1)
+        return runs
+
+    def tatc(env, seeds=all_seeds):
+        ant = env in antmaze.MAZES
+        return train("tatc.py", env, "s0", seeds, 40 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
+
+    def lap(env, prior, dim, seeds=all_seeds):
+        return train(f"laprep.py --prior {prior} --dim {dim}", env, f"{prior}-d{dim}", seeds, 1.7, "laprep.csv")
+
+    for experiment in args.experiment:
+        if experiment == "gridworld":
+            for env in gridworld.MAZES:
+                tatc(env)
+        if experiment == "own":
+            for env in ("results/spiral.txt", "results/rooms6.txt"):
+                tatc(env, range(1))
+        if experiment == "ablation":
+            for env in gridworld.MAZES:
+                for flags, variant in (("--boredom-coef 0", "s0-boredom0"), ("--boredom-coef 0 --prior uniform", "uniform-boredom0"),
+                                       ("--low-entropy-coef 0.1", "s0-entropy0.1"),
+                                       ("--boredom-coef 0 --low-entropy-coef 0.1", "s0-boredom0-entropy0.1")):
+                    train(f"tatc.py {flags}", env, variant, few_seeds, 2, "gridworld_tatc.csv")
+        if experiment == "readings":
+            for reading in ("sum", "mean", "squared_sum"):
+                train(f"tatc.py --updates 4000 --boredom {reading}", "umaze", f"s0-{reading}", few_seeds, 1.2, "gridworld_tatc.csv")
+        if experiment in ("laprep", "prediction", "control"):
+            for env in gridworld.MAZES:
+                runs = [run for prior, dim in (("s0", 2), ("s0", 3), ("uniform", 2)) for run in lap(env, prior, dim)]
+                if experiment != "laprep":
+                    sources = [f"--run {run}" for run in tatc(env) + runs]
+                    sources += [f"--features {name} --env {env} --seed {seed}" for name in ("exact", "onehot") for seed in all_seeds]
+                    for source in sources:
+                        results = f"{args.results_dir}/gridworld_{experiment}.csv"
+                        add("evaluate", f"evaluate.py {experiment} {source} --resume --results {results}", 0.5)
+        if experiment == "laprep":
+            lap("results/maze19.txt", "uniform", 2, few_seeds)
+            for env in ("4rooms", "results/maze19.txt"):
+                train("laprep.py --objective allo --prior uniform --dim 11 --data offline --samples 200000 --updates 10000", env,
+                      "uniform-d11-allo-offline", few_seeds, 2.5, "laprep.csv")
+        if experiment == "antmaze":
+            for env in antmaze.MAZES:
+                tatc(env, few_seeds)
+            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 40, "antmaze_tatc.csv")
+        if experiment == "shaping":
+            for env in antmaze.MAZES:
+                runs = tatc(env, few_seeds) + lap(env, "uniform", 2, few_seeds) + lap(env, "s0", 2, few_seeds)
+                sources = [f"--reward {reward} --run {run}" for reward in ("dense", "mix") for run in runs]
+                sources += [f"--reward {reward} --env {env} --seed {seed}" for reward in ("sparse", "xy") for seed in few_seeds]
+                for source in sources:
+                    add("evaluate", f"evaluate.py shaping {source} --resume --results {args.results_dir}/antmaze_shaping.csv", 35)
+        if experiment == "skills":
+            runs = tatc("antmaze1", few_seeds)
+            runs += train("baselines_dco_diayn.py dco", "antmaze1", "uniform", few_seeds, 55)
+            runs += train("baselines_dco_diayn.py diayn", "antmaze1", "s0", few_seeds, 75)
+            for source in [f"--run {run}" for run in runs] + ["--floor actions", "--floor skills"]:
+                for seed in all_seeds:
+                    add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv", 11)
+    add("figures", f"evaluate.py figures --results-dir {args.results_dir}", 1)
+    order = ("train", "evaluate", "figures")
+    lines = [(stage, command, minutes) for (stage, command), minutes in lines.items() if args.stage in (None, stage)]
+    return sorted(lines, key=lambda line: order.index(line[0]))
+
+
+def print_plan(args):
+    """The body of `plan`; the total goes to stderr, so that stdout is a file of commands."""
+    if args.seeds < 1:
+        raise UsageError(f"--seeds is {args.seeds}; use at least 1")
+    lines = plan_commands(args)
+    for _, command, minutes in lines:
+        print(f"{command}  # {minutes:g} core-minutes")
+    print(f"{len(lines)} commands, about {sum(minutes for *_, minutes in lines) / 60:.1f} core-hours", file=sys.stderr)
+
+
 # ============================================================================================================= main
 COMMANDS = {Prediction: evaluate_agent, Control: evaluate_agent, Scores: collect_scores, Shaping: evaluate_shaping,
-            Skills: evaluate_skills, Figures: draw_figures}
+            Skills: evaluate_skills, Figures: draw_figures, Plan: print_plan}
 
 if __name__ == "__main__":
     try:
-        command = tyro.cli(Prediction | Control | Scores | Shaping | Skills | Figures)
+        command = tyro.cli(Prediction | Control | Scores | Shaping | Skills | Figures | Plan)
         COMMANDS[type(command)](command)
     except (UsageError, gridworld.MazeError, antmaze.MazeError) as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
