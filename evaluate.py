@@ -7,6 +7,7 @@
     python evaluate.py shaping --run runs/tatc/antmaze1/s0/seed0        # SAC on distances in phi; rows to results/antmaze_shaping.csv
     python evaluate.py skills --run runs/tatc/antmaze1/s0/seed0         # frozen skills, sparse task; rows to results/antmaze_skills.csv
     python evaluate.py figures                                          # every figure and README table, from the rows
+    python evaluate.py film --run runs/tatc/antmaze1/s0/seed0           # an ant under the trained policies, as pictures
     python evaluate.py plan                                             # the commands behind all of this, one per line
 
 A result row is experiment, method, env, seed, step, metric, value. Repeating a command replaces its rows; two processes may write to
@@ -41,6 +42,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
@@ -281,24 +283,28 @@ def goal_episodes(env, policy, start, episodes, horizon, gamma, rng):
     Returns visits [S, 4], the summed Monte-Carlo returns [S, 4] of these visits, the sum of squared returns, and the episodes' rewards
     and discounted returns [episodes]. These sums are all that the loss needs: no network sees a state twice.
     """
-    cumulative = np.cumsum(policy, axis=1)[:, :-1]  # [S, 3]
+    # Pair 4 s + a is drawn by one search: s plus a number of (0, 1], in the sorted sums s + P(action <= a).
+    sums = np.cumsum(policy, axis=1)
+    sums[:, -1] = 1.0
+    sums = (sums + np.arange(env.num_states)[:, None]).ravel()
     next_state = env.next_state.copy()
     next_state[env.goal_index] = env.goal_index  # absorbing: the steps after the end are cut below
+    next_state = next_state.ravel()
     if start == "s0":
         state = np.full(episodes, env.start_index)
     else:
         state = rng.integers(env.num_states - 1, size=episodes)
         state += state >= env.goal_index
-    states, actions = np.empty((2, horizon, episodes), dtype=np.int64)
-    uniform = rng.random((horizon, episodes, 1))
+    pairs = np.empty((horizon, episodes), dtype=np.int64)
+    uniform = 1 - rng.random((horizon, episodes), dtype=np.float32)
     for t in range(horizon):
-        states[t], actions[t] = state, (uniform[t] > cumulative[state]).sum(1)
-        state = next_state[states[t], actions[t]]
-    alive = states != env.goal_index
+        pairs[t] = sums.searchsorted(state + uniform[t])
+        state = next_state[pairs[t]]
+    alive = pairs // 4 != env.goal_index
     length = alive.sum(0)
     reward = (state == env.goal_index).astype(np.float64)
     returns = reward * gamma ** (length - 1.0 - np.arange(horizon)[:, None])  # [horizon, episodes]
-    pairs, returns = (states * 4 + actions)[alive], returns[alive]
+    pairs, returns = pairs[alive], returns[alive]
     visits = np.bincount(pairs, minlength=4 * env.num_states).reshape(-1, 4)
     summed = np.bincount(pairs, weights=returns, minlength=4 * env.num_states).reshape(-1, 4)
     return visits, summed, np.square(returns).sum(), reward, reward * gamma ** (length - 1.0)
@@ -443,14 +449,21 @@ def evaluate_agent(args):
 # ================================================================================================ scores of trained runs
 @dataclass
 class Scores:
-    """Copy the scores that training runs logged (the eval/ columns of metrics.csv) into result rows, and their phi.npz."""
+    """Copy the scores that training runs logged (the eval/ columns of metrics.csv) into result rows, their phi.npz, and of ants the networks."""
 
     runs: Tuple[str, ...]
     """run directories"""
     results: str = "results/laprep.csv"
-    """file to which the rows go; phi.npz goes to phi/ beside it"""
+    """file to which the rows go; phi.npz goes to phi/ beside it, a checkpoint without what only training needs to checkpoints/"""
     every: int = 500
     """rows of metrics.csv are kept whose update is a multiple of this, and the last one"""
+
+
+def far_end_steps(env_name, metrics):
+    """[("far_end_steps", environment steps until an ant was within 4 units of the furthest cell)], empty if none was, to a row's accuracy."""
+    furthest = antmaze.make(env_name.removeprefix("ant:"), 1, 0).cell_distance.max()
+    found = [float(row["env_steps"]) for row in metrics if row.get("rollout/reached") and float(row["rollout/reached"]) >= furthest - 4]
+    return [("far_end_steps", found[0])] if found else []
 
 
 def collect_scores(args):
@@ -467,9 +480,19 @@ def collect_scores(args):
         for row in (row for row in metrics if int(row["update"]) % args.every == 0 or row is metrics[-1]):
             rows += [("representation", method_name(run_args), env_name, run_args["seed"], row["env_steps"], key[5:], float(value))
                      for key, value in row.items() if key.startswith("eval/") and value]
-        copy = Path(args.results).parent / "phi" / f"{run_args['script']}-{env_name}-{run.parent.name}-seed{run_args['seed']}.npz"
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(copy, lambda file: file.write((run / "phi.npz").read_bytes()))
+        parent, name = Path(args.results).parent, f"{run_args['script']}-{env_name}-{run.parent.name}-seed{run_args['seed']}"
+        if (run / "phi.npz").exists():
+            copy = parent / "phi" / f"{name}.npz"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(copy, lambda file: file.write((run / "phi.npz").read_bytes()))
+        if run_args["env"] in antmaze.MAZES or run_args["env"].startswith("ant:"):
+            rows += [("representation", method_name(run_args), env_name, run_args["seed"], metrics[-1]["env_steps"], *entry)
+                     for entry in far_end_steps(run_args["env"], metrics)]
+            checkpoint, _ = load_run(run)
+            slim = {key: checkpoint[key] for key in ("script", "args", "update", "networks", "phi", "skills") if key in checkpoint}
+            copy = parent / "checkpoints" / f"{name}.pt"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(copy, lambda file: torch.save(slim, file))
     add_results(args.results, rows)
     print(f"{len(rows)} rows of {len(args.runs)} runs to {args.results}")
 
@@ -1041,7 +1064,7 @@ class FrozenSkills:
         out = self.outputs(self.policy, obs, skill)
         if self.kind == "index":
             logits = out.reshape(len(obs), 8, 5)
-            return (logits - np.log(rng.standard_exponential(logits.shape, dtype=np.float32))).argmax(-1)  # Gumbel noise
+            return (logits - np.log(rng.standard_exponential(logits.shape, dtype=np.float32).clip(1e-30))).argmax(-1)  # Gumbel noise
         if self.kind == "tanh_gaussian":
             mean, log_std = np.split(out, 2, axis=1)
             out = mean + np.exp(log_std.clip(-5, 2)) * rng.standard_normal(mean.shape, dtype=np.float32)
@@ -1324,36 +1347,40 @@ def tatc_figures(results_dir):
     figures.mkdir(exist_ok=True)
     envs = {name: gridworld.make(name, 1, 0) for name in gridworld.MAZES}
 
-    def load(env, variant):
-        return np.load(results_dir / "phi" / f"tatc-{env}-{variant}-seed0.npz")
-
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
-    axes = figure.subplots(2, 3, height_ratios=(1, 1.25))
-    for column, (name, env) in zip(axes.T, envs.items()):
-        gridworld.draw_maze(column[0], env)
-        column[0].set_title({"umaze": "U-Maze", "tmaze": "T-Maze", "4rooms": "4-rooms"}[name])
-        gridworld.draw_phi(column[1], env, load(name, "s0")["phi"])
-    figure.savefig(figures / "representations.png", dpi=90)
-
-    stages = len(load("umaze", "s0")["stages"])
-    figure = Figure(figsize=(2.1 * (stages + 1), 6.6), layout="constrained")
-    for row, (name, env) in zip(figure.subplots(3, stages + 1), envs.items()):
-        gridworld.draw_maze(row[0], env)
-        file = load(name, "s0")
-        for ax, phi, stage in zip(row[1:], file["snapshots"], file["stages"]):
-            gridworld.draw_phi(ax, env, phi)
-            ax.set_title(f"update {stage}", fontsize=9)
-    figure.savefig(figures / "progress.png", dpi=80)
+    def path(env, variant):
+        return results_dir / "phi" / f"tatc-{env}-{variant}-seed0.npz"
 
     variants = {"s0": "full", "s0-boredom0-entropy0.1": "beta' = 0, entropy coefficient 0.1", "s0-boredom0": "beta' = 0",
                 "uniform-boredom0": "beta' = 0, uniform prior"}
-    figure = Figure(figsize=(11, 8.4), layout="constrained")
-    for row, (name, env) in zip(figure.subplots(3, 4), envs.items()):
-        for ax, (variant, title) in zip(row, variants.items()):
-            gridworld.draw_phi(ax, env, load(name, variant)["phi"])
-            ax.set_title(f"{name}: {title}", fontsize=8)
-    figure.savefig(figures / "ablation.png", dpi=80)
-    print(f"figures: {figures}/representations.png, progress.png, ablation.png")
+    absent = [path(env, variant) for env in envs for variant in variants if not path(env, variant).exists()]
+    if absent:
+        print(f"figures of gridworld representations left out: there is no {absent[0]}")
+    else:
+        figure = Figure(figsize=(10, 6.2), layout="constrained")
+        axes = figure.subplots(2, 3, height_ratios=(1, 1.25))
+        for column, (name, env) in zip(axes.T, envs.items()):
+            gridworld.draw_maze(column[0], env)
+            column[0].set_title({"umaze": "U-Maze", "tmaze": "T-Maze", "4rooms": "4-rooms"}[name])
+            gridworld.draw_phi(column[1], env, np.load(path(name, "s0"))["phi"])
+        figure.savefig(figures / "representations.png", dpi=90)
+
+        stages = len(np.load(path("umaze", "s0"))["stages"])
+        figure = Figure(figsize=(2.1 * (stages + 1), 6.6), layout="constrained")
+        for row, (name, env) in zip(figure.subplots(3, stages + 1), envs.items()):
+            gridworld.draw_maze(row[0], env)
+            file = np.load(path(name, "s0"))
+            for ax, phi, stage in zip(row[1:], file["snapshots"], file["stages"]):
+                gridworld.draw_phi(ax, env, phi)
+                ax.set_title(f"update {stage}", fontsize=9)
+        figure.savefig(figures / "progress.png", dpi=80)
+
+        figure = Figure(figsize=(11, 8.4), layout="constrained")
+        for row, (name, env) in zip(figure.subplots(3, 4), envs.items()):
+            for ax, (variant, title) in zip(row, variants.items()):
+                gridworld.draw_phi(ax, env, np.load(path(name, variant))["phi"])
+                ax.set_title(f"{name}: {title}", fontsize=8)
+        figure.savefig(figures / "ablation.png", dpi=80)
+        print(f"figures: {figures}/representations.png, progress.png, ablation.png")
 
     speed = {row["method"]: float(row["value"]) for row in read_results(results_dir / "gridworld_speed.csv")}
     scores = {"spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "coverage": "coverage", "far": "far"}
@@ -1491,6 +1518,72 @@ def draw_figures(args):
     fill_tables(Path(args.readme), tables)
 
 
+# ============================================================================================================= film
+@dataclass
+class Film:
+    """An ant under the trained policies of tatc.py, from s0, as a strip of pictures (.png) and an animation (.gif). Needs OpenGL."""
+
+    run: str
+    """run directory of tatc.py on an ant maze, or its checkpoint"""
+    path: str = "film.gif"
+    """where the animation goes; the strip gets the ending .png"""
+    seed: int = 0
+    """seed of the ants; the first of 64 that comes within 4 units of the far end is shown, or the one that comes nearest"""
+    steps: int = 1000
+    """environment steps"""
+    frames: int = 100
+    """pictures of the animation"""
+    size: int = 240
+    """its height and width in pixels"""
+
+
+def draw_film(args):
+    """The body of `film`."""
+    torch.set_num_threads(1)
+    for name in ("steps", "frames", "size"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} is {getattr(args, name)}; use at least 1")
+    checkpoint, run_args = load_run(args.run)
+    env, env_name = ant_maze(None, run_args, 64, args.seed)
+    if not any(key.startswith("pi_hi.") for key in checkpoint.get("networks", ())):
+        raise UsageError(f"{args.run} is not a run of tatc.py")
+    skills = FrozenSkills(tatc_skills(part_of(checkpoint["networks"], "pi_low"), run_args["num_directions"]))
+    pi_hi, rng = rebuild_network(part_of(checkpoint["networks"], "pi_hi")), np.random.default_rng(args.seed)
+    chosen = []
+
+    def choose(t, ants, obs, allowed):
+        chosen.append((pi_hi(torch.as_tensor(obs)).numpy() + rng.gumbel(size=allowed.shape)).argmax(1))
+        return chosen[-1]
+
+    states = np.stack([env.obs, *run_skills(env, skills, choose, args.steps, run_args["skill_length"], rng)])  # [T + 1, N, 29]
+    far_end = env.truth_xy[env.distance[env.start_index].argmax()]
+    distance = np.linalg.norm(states[..., :2] - far_end, axis=-1)  # [T + 1, N]
+    arrived = (distance <= 4).any(0)
+    ant = np.where(arrived, (distance <= 4).argmax(0), args.steps + distance.min(0)).argmin()
+    last = (distance[:, ant] <= 4).argmax() if arrived[ant] else args.steps
+    camera = antmaze.make(env.name, 1, 0, render_mode="rgb_array")
+    pictures = []
+    for t in np.linspace(0, last, args.frames).astype(int):
+        camera.place(np.ones(1, bool), states[t, ant][None])
+        try:
+            pictures.append(Image.fromarray(camera.render()[0]).resize((args.size, args.size), Image.Resampling.LANCZOS))
+        except RuntimeError as error:
+            raise UsageError(str(error)) from None
+    camera.close()
+    pictures = [picture.quantize(64) for picture in pictures]
+    path = Path(args.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=80, loop=0)
+    figure = Figure(figsize=(10, 2.2), layout="constrained")
+    for ax, share in zip(figure.subplots(1, 5), np.linspace(0, 1, 5)):
+        ax.imshow(pictures[round(share * (args.frames - 1))].convert("RGB"))
+        ax.set_title(f"step {round(share * last)}", fontsize=9)
+        ax.axis("off")
+    figure.savefig(path.with_suffix(".png"), dpi=90)
+    print(f"{path} and {path.with_suffix('.png')}: {arrived.sum()} of 64 ants arrived within {args.steps} steps, this one "
+          + (f"after {last}" if arrived[ant] else "did not"))
+
+
 # ============================================================================================================= plan
 EXPERIMENTS = ("gridworld", "ablation", "readings", "own", "laprep", "prediction", "control", "antmaze", "shaping", "skills")
 # Budgets of seconds instead of minutes, for trying a plan out.
@@ -1615,11 +1708,11 @@ def print_plan(args):
 
 # ============================================================================================================= main
 COMMANDS = {Prediction: evaluate_agent, Control: evaluate_agent, Scores: collect_scores, Shaping: evaluate_shaping,
-            Skills: evaluate_skills, Figures: draw_figures, Plan: print_plan}
+            Skills: evaluate_skills, Figures: draw_figures, Plan: print_plan, Film: draw_film}
 
 if __name__ == "__main__":
     try:
-        command = tyro.cli(Prediction | Control | Scores | Shaping | Skills | Figures | Plan)
+        command = tyro.cli(Prediction | Control | Scores | Shaping | Skills | Figures | Plan | Film)
         COMMANDS[type(command)](command)
     except (UsageError, gridworld.MazeError, antmaze.MazeError) as error:
         print(f"evaluate.py: {error}", file=sys.stderr)

@@ -250,7 +250,7 @@ def make_actor(pi_low, omega, action_shape, rng):
         hidden = np.tanh(np.tanh(obs @ weight_obs + first[skill]) @ weights["middle.weight"].T + weights["middle.bias"])
         logits = (hidden @ weights["out.weight"].T + weights["out.bias"]).reshape(len(obs), *action_shape)
         logits[skill == len(omega)] = 0.0
-        return (logits - np.log(rng.standard_exponential(logits.shape, dtype=np.float32))).argmax(-1)  # Gumbel noise
+        return (logits - np.log(rng.standard_exponential(logits.shape, dtype=np.float32).clip(1e-30))).argmax(-1)  # Gumbel noise
 
     return act
 

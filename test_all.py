@@ -1165,7 +1165,7 @@ def test_evaluate_episodes_match_a_loop_over_single_steps():
         else:
             first = rng.integers(env.num_states - 1, size=300)
             first[first >= env.goal_index] += 1
-        uniform = rng.random((40, 300, 1))
+        uniform = 1 - rng.random((40, 300), dtype=np.float32)
         expected_visits, expected_returns = np.zeros((2, env.num_states, 4))
         expected_squares, expected_reward = 0.0, np.zeros(300)
         for episode in range(300):
@@ -2002,6 +2002,57 @@ def test_readme_commands_parse_and_equations_point_to_functions():
             tyro.cli(SCRIPTS[script].Args, args=shlex.split(arguments))
     for script, function in re.findall(r"`(\w+\.py)`: `(\w+)`", readme):
         assert callable(getattr(SCRIPTS[script], function))
+
+
+def test_plan_lines_parse_once_each_and_trainings_come_first(capsys):
+    evaluate.print_plan(evaluate.Plan())
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line.split("  # ")[0] for line in lines]
+    assert len(set(commands)) == len(commands) > 300
+    stages = []
+    for line in commands:
+        python, script, *arguments = shlex.split(line)
+        assert python == "python"
+        kinds = functools.reduce(operator.or_, evaluate.COMMANDS) if script == "evaluate.py" else SCRIPTS[script].Args
+        args = tyro.cli(kinds, args=arguments)
+        stages.append(2 if isinstance(args, evaluate.Figures) else int(script == "evaluate.py"))
+        assert stages[-1] or args.resume
+    assert stages == sorted(stages)
+    trained = [evaluate.plan_commands(evaluate.Plan(experiment=(name,), stage="train", seeds=2)) for name in ("prediction", "control")]
+    assert trained[0] == trained[1] and len(trained[0]) == 3 * (1 + 3) * 2
+
+
+def test_plan_killed_and_repeated_ends_with_the_same_rows(tmp_path):
+    def run(folder, kill=False):
+        """`xargs` on a part of the plan in `folder`; kill: all of it, when the first checkpoint is there."""
+        folder.mkdir(exist_ok=True)
+        for script in SCRIPTS:
+            (folder / script).write_bytes((ROOT / script).read_bytes())
+        (folder / "maze.txt").write_text(CORRIDOR)
+        plan = [command.replace("--env umaze", "--env maze.txt").replace("/umaze/", "/maze/") for stage in ("train", "evaluate")
+                for _, command, _ in evaluate.plan_commands(evaluate.Plan(("readings",), stage, 1, "results", smoke=True))]
+        for stage in (plan[:2], plan[3:5]):
+            (folder / "plan.txt").write_text("\n".join(command.replace("--updates 6", "--updates 80") for command in stage) + "\n")
+            xargs = subprocess.Popen("xargs -P 2 -d '\\n' -I{} sh -c '{}' < plan.txt", shell=True, cwd=folder, start_new_session=True,
+                                     env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            if not kill:
+                assert xargs.wait(120) == 0
+                continue
+            deadline = time.monotonic() + 60
+            while not list(folder.glob("runs/*/*/*/*/checkpoint.pt")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.killpg(xargs.pid, signal.SIGKILL)
+            xargs.wait()
+            return
+
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    run(undisturbed)
+    run(killed, kill=True)
+    assert list(killed.glob("runs/*/*/*/*/checkpoint.pt")) and not (killed / "results").exists()
+    run(killed)
+    rows = (undisturbed / "results" / "gridworld_tatc.csv").read_text()
+    assert rows == (killed / "results" / "gridworld_tatc.csv").read_text() and len(rows.splitlines()) > 10
 
 
 # ------------------------------------------------------------------------------------------- speed: python test_all.py
