@@ -556,7 +556,7 @@ def draw_maze(ax, env):
     ax.set_yticks([])
 
 
-def _draw_phi(ax, env, phi):
+def draw_phi(ax, env, phi):
     """phi [S, >= 2] over the truth states, coloured by distance from s0, equal axes, s0 in red."""
     points = ax.scatter(phi[:, 0], phi[:, 1], c=env.distance[env.start_index], cmap="viridis", s=14)
     ax.plot(*phi[env.start_index, :2], "o", color="red", ms=6)
@@ -574,7 +574,7 @@ def draw_representation(path, env, phi):
     draw_maze(left, env)
     left.scatter(*env.truth_xy.T, c=env.distance[env.start_index], cmap="viridis", s=14)
     left.set_title(env.name)
-    figure.colorbar(_draw_phi(right, env, np.asarray(phi)), ax=right, label="distance from s0")
+    figure.colorbar(draw_phi(right, env, np.asarray(phi)), ax=right, label="distance from s0")
     right.set_title("representation")
     figure.savefig(path, dpi=120)
 
@@ -583,7 +583,7 @@ def draw_progress(path, env, snapshots, titles):
     """A row of representations: snapshots is a list of phi [S, 2], titles one string each."""
     figure = Figure(figsize=(2.8 * len(snapshots), 3), layout="constrained")
     for ax, phi, title in zip(figure.subplots(1, len(snapshots), squeeze=False)[0], snapshots, titles, strict=True):
-        _draw_phi(ax, env, np.asarray(phi))
+        draw_phi(ax, env, np.asarray(phi))
         ax.set_title(title, fontsize=9)
         ax.tick_params(labelsize=7)
     figure.savefig(path, dpi=120)

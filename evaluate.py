@@ -154,8 +154,11 @@ def method_name(run_args):
         name += " boredom=0"
     if run_args.get("boredom", "squared_mean") != "squared_mean":
         name += f" boredom {run_args['boredom']}"
-    if run_args.get("low_entropy_coef") == 0.1:
+    if run_args.get("low_entropy_coef") == 0.1 and not run_args["env"].startswith("ant"):
         name += " entropy=0.1"
+    if run_args["env"].startswith("ant") and run_args["script"] == "tatc":
+        name += f" gap={run_args['pair_gap']}" if run_args.get("pair_gap", 10) != 10 else ""
+        name += " a2c" if run_args.get("skill_update") == "a2c" else ""
     return name
 
 
@@ -1331,7 +1334,10 @@ def spread_table(rows, first_column, entries, metrics, last_step=np.inf):
         seeds = sorted({seed for _, seed in last})
         cells = []
         for metric in metrics if seeds else ():
-            values = [last[metric, seed] for seed in seeds]
+            values = [last[metric, seed] for seed in seeds if (metric, seed) in last]
+            if not values:
+                cells.append("never")
+                continue
             cells.append(f"{np.median(values):.3f}" + (f" [{min(values):.3f}, {max(values):.3f}]" if len(values) > 1 else ""))
         if seeds:
             lines.append(f"| {label} | {len(seeds)} | " + " | ".join(cells) + " |")
@@ -1399,6 +1405,74 @@ def tatc_figures(results_dir):
         "gridworld-speed": "\n".join(["| one update of U-Maze | CPU ms | against tatc.py |", "|---|---|---|"] + [
             f"| {name} | {value:.1f} | {value / speed['ours']:.2f}x |" for name, value in speed.items()]),
     }
+
+
+def antmaze_representations(results_dir):
+    """phi of the ant mazes for each seed, its progress, and traces of the skills, from committed files; {name: table} of the scores."""
+    rows = read_results(results_dir / "antmaze_tatc.csv")
+    if not rows:
+        return {}
+    figures = results_dir / "figures"
+    figures.mkdir(exist_ok=True)
+    runs = {name: sorted((results_dir / "phi").glob(f"tatc-{name}-s0-seed?.npz")) for name in antmaze.MAZES}
+    runs = {name: paths for name, paths in runs.items() if paths}
+    if runs:
+        envs = {name: antmaze.make(name, 1, 0) for name in runs}
+        columns = max(map(len, runs.values()))
+        figure = Figure(figsize=(2.6 * (columns + 1), 2.8 * len(runs)), layout="constrained")
+        for row, (name, paths) in zip(figure.subplots(len(runs), columns + 1, squeeze=False), runs.items()):
+            antmaze.draw_maze(row[0], envs[name])
+            row[0].scatter(*envs[name].truth_xy.T, c=envs[name].distance[envs[name].start_index], cmap="viridis", s=5)
+            row[0].set_title(name, fontsize=9)
+            for ax in row[1 + len(paths):]:
+                ax.axis("off")
+            for ax, path in zip(row[1:], paths):
+                antmaze.draw_phi(ax, envs[name], np.load(path)["phi"])
+                ax.set_title(path.stem.split("-")[-1].replace("seed", "seed "), fontsize=9)
+                ax.tick_params(labelsize=7)
+        figure.savefig(figures / "antmaze_representations.png", dpi=90)
+
+        stages = {name: np.load(paths[0]) for name, paths in runs.items()}
+        columns = max(len(file["stages"]) for file in stages.values())
+        figure = Figure(figsize=(2.1 * columns, 2.4 * len(runs)), layout="constrained")
+        for row, (name, file) in zip(figure.subplots(len(runs), columns, squeeze=False), stages.items()):
+            for ax, phi, stage in zip(row, file["snapshots"], file["stages"]):
+                antmaze.draw_phi(ax, envs[name], phi)
+                ax.set_title(f"{name}, update {stage}", fontsize=8)
+                ax.tick_params(labelsize=6)
+        figure.savefig(figures / "antmaze_progress.png", dpi=80)
+
+        figure = Figure(figsize=(4.5 * len(runs), 4.5), layout="constrained")
+        for ax, (name, paths) in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs.items()):
+            antmaze.draw_maze(ax, envs[name])
+            for skill, traces in enumerate(skill_traces(results_dir / "checkpoints" / f"{paths[0].stem}.pt")):
+                for trace in traces:
+                    ax.plot(*trace.T, color=f"C{skill}", lw=1, alpha=0.8)
+                    ax.plot(*trace[-1], "o", color=f"C{skill}", ms=3)
+            ax.set_title(f"{name}: 100 steps of each skill from 12 places", fontsize=9)
+        figure.savefig(figures / "antmaze_traces.png", dpi=80)
+        print(f"figures: {figures}/antmaze_representations.png, antmaze_progress.png, antmaze_traces.png")
+    for row in rows:
+        if row["metric"] == "far_end_steps":
+            row["value"] = str(float(row["value"]) / 1e6)
+    scores = {"spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "coverage": "coverage", "far": "far",
+              "far_end_steps": "million steps to the far end", "skills_travel": "positions where a skill travels 3 units",
+              "skills_used": "skills that do", "reaches_end": "at the far end in 1000 steps"}
+    methods = {"TATC": "full", "TATC boredom=0": "beta' = 0", "TATC a2c": "vanilla A2C", "TATC gap=1": "pairs one step apart"}
+    return {"antmaze": spread_table(rows, "maze", [(f"{env}: {label}", method, env) for env in antmaze.MAZES
+                                                   for method, label in methods.items()], scores)}
+
+
+def skill_traces(path, places=12, steps=100):
+    """xy [k, places, steps + 1, 2] of every skill of a checkpoint of tatc.py, from places spread over the distances from s0."""
+    checkpoint, run_args = load_run(path)
+    skills = FrozenSkills(tatc_skills(part_of(checkpoint["networks"], "pi_low"), run_args["num_directions"]))
+    env, _ = ant_maze(None, run_args, skills.num_skills * places, 0)
+    order = np.argsort(env.distance[env.start_index], kind="stable")[np.linspace(0, len(env.truth_obs) - 1, places).astype(int)]
+    env.place(np.ones(env.num_envs, bool), np.tile(env.truth_obs[order], (skills.num_skills, 1)))
+    skill = np.repeat(np.arange(skills.num_skills), places)
+    states = [env.obs, *run_skills(env, skills, lambda t, ants, obs, allowed: skill[ants], steps, steps, env.np_random)]
+    return np.stack([obs[:, :2] for obs in states], axis=1).reshape(skills.num_skills, places, steps + 1, 2)
 
 
 def antmaze_tables(results_dir):
@@ -1512,7 +1586,8 @@ def antmaze_figures(results_dir):
 def draw_figures(args):
     """The body of `figures`."""
     results_dir = Path(args.results_dir)
-    tables = tatc_figures(results_dir) | gridworld_figures(results_dir) | antmaze_tables(results_dir) | antmaze_figures(results_dir)
+    tables = tatc_figures(results_dir) | gridworld_figures(results_dir) | antmaze_representations(results_dir)
+    tables |= antmaze_tables(results_dir) | antmaze_figures(results_dir)
     if not tables:
         raise UsageError(f"{results_dir} holds no result files; run another subcommand first")
     fill_tables(Path(args.readme), tables)

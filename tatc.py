@@ -99,11 +99,11 @@ class Args:
     """entropy coefficient of pi_low (paper: 0.1)"""
     skill_update: Optional[Literal["a2c", "clipped"]] = None
     """how pi_low learns: the paper's vanilla A2C, or several passes over the same data with a clipped ratio"""
-    clipped_learning_rate: float = 3e-4
+    clipped_learning_rate: float = 1e-3
     """Adam step size of the clipped update"""
     clipped_passes: int = 4
     """passes of the clipped update over the batch, in 8 minibatches each"""
-    clipped_gamma: float = 0.97
+    clipped_gamma: float = 0.9
     """discount of the clipped update"""
     clipped_lambda: float = 0.9
     """lambda of its generalised advantage estimate; 1 is the Monte-Carlo return"""
@@ -488,6 +488,8 @@ def resolve(args):
         raise UsageError(f"--dim is {args.dim}; directional skills need at least 2")
     env, world = make_env(args)
     defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
+    if world is antmaze and args.skill_update == "a2c":
+        defaults["low_entropy_coef"] = 0.1  # the paper's, for the paper's update
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -522,6 +524,10 @@ def resolve(args):
             variant += f"-{args.boredom}"
         if args.low_entropy_coef != defaults["low_entropy_coef"]:
             variant += f"-entropy{args.low_entropy_coef:g}"
+        if args.pair_gap != defaults["pair_gap"]:
+            variant += f"-gap{args.pair_gap}"
+        if args.skill_update != defaults["skill_update"]:
+            variant += f"-{args.skill_update}"
         args.run_dir = f"runs/tatc/{Path(args.env).stem}/{variant}/seed{args.seed}"
     return env, world
 
