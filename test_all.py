@@ -1962,6 +1962,34 @@ def test_baselines_subcommands_parse():
     assert tyro.cli(baselines.Args, args=["diayn", "--hidden", "9", "8"]).hidden == (9, 8)
 
 
+def test_scores_and_figures_of_ant_runs(tmp_path, capsys):
+    run = tmp_path / "runs" / "s0" / "seed1"
+    run.mkdir(parents=True)
+    shaping_tatc_checkpoint(run / "checkpoint.pt", optimizers={"main": {}}, update=20)
+    (run / "args.json").write_text(json.dumps({"script": "tatc", "env": "antmaze1", "seed": 1}))
+    (run / "metrics.csv").write_text("update,env_steps,eval/spearman_all,rollout/reached\n10,32000,0.5,12.0\n20,64000,0.75,41.5\n30,96000,0.7,44\n")
+    env = antmaze.make("antmaze1", 1, 0)
+    np.savez(run / "phi.npz", xy=env.truth_xy, phi=env.truth_xy, stages=[10, 20], snapshots=[env.truth_xy] * 2)
+    results = tmp_path / "results" / "antmaze_tatc.csv"
+    evaluate.collect_scores(evaluate.Scores(runs=(str(run),), results=str(results), every=30))
+    rows = {row["metric"]: (row["step"], row["value"]) for row in evaluate.read_results(results)}
+    assert 37.5 < env.cell_distance.max() - 4 < 41.5  # the second row is the first at the far end
+    assert rows == {"spearman_all": ("96000", "0.7"), "far_end_steps": ("96000", "64000")}
+    slim = torch.load(tmp_path / "results" / "checkpoints" / "tatc-antmaze1-s0-seed1.pt", weights_only=True)
+    assert set(slim) == {"script", "args", "update", "networks"}
+    table = evaluate.antmaze_representations(tmp_path / "results")["antmaze"]
+    assert "| antmaze1: full | 1 | 0.700 | never |" in table and "| 0.064 |" in table
+    for name in ("antmaze_representations", "antmaze_progress", "antmaze_traces"):
+        assert (tmp_path / "results" / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    traces = evaluate.skill_traces(tmp_path / "results" / "checkpoints" / "tatc-antmaze1-s0-seed1.pt", places=2, steps=3)
+    assert traces.shape == (8, 2, 4, 2) and np.allclose(traces[:, 0, 0], env.truth_xy[env.start_index], atol=0.2)
+    with pytest.raises(evaluate.UsageError, match="at least 1"):
+        evaluate.draw_film(evaluate.Film(str(run), frames=0))
+    torch.save({"script": "laprep", "args": {"env": "antmaze1", "seed": 0}, "phi": {}}, tmp_path / "other.pt")
+    with pytest.raises(evaluate.UsageError, match="not a run of tatc.py"):
+        evaluate.draw_film(evaluate.Film(str(tmp_path / "other.pt")))
+
+
 # ---------------------------------------------------------------------------------------------------- the repository
 SCRIPTS = {"gridworld.py": gridworld, "antmaze.py": antmaze, "tatc.py": tatc, "laprep.py": laprep, "evaluate.py": evaluate,
            "baselines_dco_diayn.py": baselines}
@@ -1993,7 +2021,7 @@ def test_copied_helpers_are_identical():
 
 def test_readme_commands_parse_and_equations_point_to_functions():
     readme = (ROOT / "README.md").read_text()
-    commands = re.findall(r"python (\w+\.py)((?: [^`\n|&#]*)?)", readme)
+    commands = re.findall(r"python (\w+\.py)((?: [^`\n|&#>]*)?)", readme)
     assert len(commands) >= 5
     for script, arguments in commands:
         if script == "evaluate.py":
