@@ -136,7 +136,7 @@ class GridWorldVec(VectorEnv):
         self.distance = scipy.sparse.csgraph.shortest_path(adjacency, unweighted=True).astype(np.float32)  # [S, S]
 
         # What the algorithm files ask of an environment beside its dynamics (antmaze.py has the same names).
-        self.action_shape, self.obs_size, self.obs_scale = (1, 4), self.num_states, None
+        self.action_shape, self.obs_size, self.obs_scale, self.phi_scale = (1, 4), self.num_states, None, None
         self.num_cells, self.cell_xy, self.cell_distance = self.num_states, self.truth_xy, self.distance[self.start_index]
 
         self.single_observation_space = gymnasium.spaces.Discrete(self.num_states)

@@ -374,7 +374,7 @@ def train(args):
 
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    phi = Phi(env.obs_size, args.dim, args.hidden, env.obs_scale).to(args.device)
+    phi = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale).to(args.device)
     optimizer = torch.optim.Adam(phi.parameters(), lr=args.learning_rate, fused=True)
     duals = torch.zeros(args.dim, args.dim, device=args.device)
     exact = env.laplacian_eigenvectors(min(args.dim + 8, env.num_states)) if world is gridworld else None

@@ -156,12 +156,12 @@ def make_networks(args, env):
     """phi, the two policies, and a critic for each."""
     heads, values = env.action_shape
 
-    def net(extra_size, outputs):
-        return Net(env.obs_size, extra_size, outputs, args.hidden, env.obs_scale)
+    def net(extra_size, outputs, scale=env.obs_scale):
+        return Net(env.obs_size, extra_size, outputs, args.hidden, scale)
 
     return nn.ModuleDict(
         {
-            "phi": net(0, args.dim),
+            "phi": net(0, args.dim, env.phi_scale),
             "pi_hi": net(0, args.num_directions),
             "v_hi": net(1, 1),
             "pi_low": net(args.dim, heads * values),
