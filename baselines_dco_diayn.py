@@ -190,7 +190,7 @@ class MLP(nn.Module):
         self.weight_obs = nn.Parameter(torch.empty(obs_size, hidden[0]).uniform_(-bound, bound))
         self.weight_extra = nn.Parameter(torch.empty(extra_size, hidden[0]).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(hidden[0]).uniform_(-bound, bound))
-        self.register_buffer("obs_scale", None if obs_scale is None else torch.as_tensor(obs_scale))
+        self.register_buffer("obs_scale", None if obs_scale is None else torch.tensor(obs_scale))
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(hidden, [*hidden[1:], outputs]))
 
     def forward(self, obs, extra=None):
@@ -213,7 +213,7 @@ class Phi(nn.Module):
         bound = obs_size**-0.5  # torch's own default for a linear layer
         self.weight_obs = nn.Parameter(torch.empty(obs_size, hidden).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(hidden).uniform_(-bound, bound))
-        self.register_buffer("obs_scale", None if obs_scale is None else torch.as_tensor(obs_scale))
+        self.register_buffer("obs_scale", None if obs_scale is None else torch.tensor(obs_scale))
         self.second = nn.Linear(hidden, hidden)
         self.third = nn.Linear(hidden, hidden)
         self.out = nn.Linear(hidden, dim)

@@ -233,7 +233,7 @@ class Net(nn.Module):
         self.weight_obs = nn.Parameter(torch.empty(obs_size, hidden).uniform_(-bound, bound))
         self.weight_extra = nn.Parameter(torch.empty(extra_size, hidden).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(hidden).uniform_(-bound, bound))
-        self.register_buffer("obs_scale", None if obs_scale is None else torch.as_tensor(obs_scale))
+        self.register_buffer("obs_scale", None if obs_scale is None else torch.tensor(obs_scale))
         self.middle = nn.Linear(hidden, hidden)
         self.out = nn.Linear(hidden, outputs)
 
@@ -272,7 +272,7 @@ class ControlAgent(nn.Module):
             self.inputs, self.body = torch.arange(env.num_states), Net(env.num_states, 0, 5, hidden)
         else:
             self.inputs = torch.as_tensor(features, dtype=torch.float32)
-            self.body = Net(features.shape[1], 0, 5, hidden, torch.ones(features.shape[1]))
+            self.body = Net(features.shape[1], 0, 5, hidden, np.ones(features.shape[1], np.float32))
 
     def forward(self):
         """logits [S, 4] and values [S] of every state."""
@@ -704,7 +704,7 @@ class Actor(nn.Module):
 
     def __init__(self, hidden, obs_scale):
         super().__init__()
-        self.register_buffer("obs_scale", torch.as_tensor(obs_scale))
+        self.register_buffer("obs_scale", torch.tensor(obs_scale))
         self.net = nn.Sequential(nn.Linear(29, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 16))
 
     def forward(self, obs):
@@ -725,7 +725,7 @@ class TwinCritics(nn.Module):
 
     def __init__(self, hidden, obs_scale):
         super().__init__()
-        self.register_buffer("obs_scale", torch.as_tensor(obs_scale))
+        self.register_buffer("obs_scale", torch.tensor(obs_scale))
         sizes = ((37, hidden), (hidden, hidden), (hidden, 1))
         self.weights = nn.ParameterList(torch.empty(2, n, m).uniform_(-(n**-0.5), n**-0.5) for n, m in sizes)
         self.biases = nn.ParameterList(torch.empty(2, 1, m).uniform_(-(n**-0.5), n**-0.5) for n, m in sizes)

@@ -125,7 +125,7 @@ class Phi(nn.Module):
         bound = obs_size**-0.5  # torch's own default for a linear layer
         self.weight_obs = nn.Parameter(torch.empty(obs_size, hidden).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(hidden).uniform_(-bound, bound))
-        self.register_buffer("obs_scale", None if obs_scale is None else torch.as_tensor(obs_scale))
+        self.register_buffer("obs_scale", None if obs_scale is None else torch.tensor(obs_scale))
         self.second = nn.Linear(hidden, hidden)
         self.third = nn.Linear(hidden, hidden)
         self.out = nn.Linear(hidden, dim)

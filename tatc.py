@@ -47,7 +47,7 @@ PAPER = {
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", updates=7000)
-ANT = dict(boredom_coef=5.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.001, skill_update="clipped",
+ANT = dict(boredom_coef=5.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
            skills_per_update=1, updates=10000)
 
 
@@ -131,7 +131,7 @@ class Net(nn.Module):
         self.weight_obs = nn.Parameter(torch.empty(obs_size, hidden).uniform_(-bound, bound))
         self.weight_extra = nn.Parameter(torch.empty(extra_size, hidden).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(hidden).uniform_(-bound, bound))
-        self.register_buffer("obs_scale", None if obs_scale is None else torch.as_tensor(obs_scale))
+        self.register_buffer("obs_scale", None if obs_scale is None else torch.tensor(obs_scale))
         self.middle = nn.Linear(hidden, hidden)
         self.out = nn.Linear(hidden, outputs)
 
