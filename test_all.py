@@ -863,7 +863,7 @@ def test_ants_on_their_back_start_the_next_episode_at_s0():
 
 def test_clipped_update_first_gradient_is_the_policy_gradient(monkeypatch):
     """Before the first step every ratio is 1: the gradient is that of -log pi * normalised advantage, here by a loop."""
-    args, env, networks, omega = ant_setup(clipped_passes=1, low_entropy_coef=0.0)
+    args, env, networks, omega = ant_setup(clipped_passes=1, clipped_gamma=0.97, low_entropy_coef=0.0)
     rng = np.random.default_rng(0)
     obs, actions, skills = tatc.rollout(args, env, networks, omega, np.zeros(6, dtype=bool), rng)
     rows = torch.as_tensor(obs[0].swapaxes(0, 1)), torch.as_tensor(actions[0].swapaxes(0, 1)), torch.as_tensor(skills[0])
