@@ -1445,7 +1445,7 @@ def antmaze_representations(results_dir):
         figure = Figure(figsize=(4.5 * len(runs), 4.5), layout="constrained")
         for ax, (name, paths) in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs.items()):
             antmaze.draw_maze(ax, envs[name])
-            for skill, traces in enumerate(skill_traces(results_dir / "checkpoints" / f"{paths[0].stem}.pt")):
+            for skill, traces in enumerate(tatc_traces(results_dir / "checkpoints" / f"{paths[0].stem}.pt")):
                 for trace in traces:
                     ax.plot(*trace.T, color=f"C{skill}", lw=1, alpha=0.8)
                     ax.plot(*trace[-1], "o", color=f"C{skill}", ms=3)
@@ -1463,7 +1463,7 @@ def antmaze_representations(results_dir):
                                                    for method, label in methods.items()], scores)}
 
 
-def skill_traces(path, places=12, steps=100):
+def tatc_traces(path, places=12, steps=100):
     """xy [k, places, steps + 1, 2] of every skill of a checkpoint of tatc.py, from places spread over the distances from s0."""
     checkpoint, run_args = load_run(path)
     skills = FrozenSkills(tatc_skills(part_of(checkpoint["networks"], "pi_low"), run_args["num_directions"]))

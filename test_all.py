@@ -1981,7 +1981,7 @@ def test_scores_and_figures_of_ant_runs(tmp_path, capsys):
     assert "| antmaze1: full | 1 | 0.700 | never |" in table and "| 0.064 |" in table
     for name in ("antmaze_representations", "antmaze_progress", "antmaze_traces"):
         assert (tmp_path / "results" / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    traces = evaluate.skill_traces(tmp_path / "results" / "checkpoints" / "tatc-antmaze1-s0-seed1.pt", places=2, steps=3)
+    traces = evaluate.tatc_traces(tmp_path / "results" / "checkpoints" / "tatc-antmaze1-s0-seed1.pt", places=2, steps=3)
     assert traces.shape == (8, 2, 4, 2) and np.allclose(traces[:, 0, 0], env.truth_xy[env.start_index], atol=0.2)
     with pytest.raises(evaluate.UsageError, match="at least 1"):
         evaluate.draw_film(evaluate.Film(str(run), frames=0))
