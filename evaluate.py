@@ -1533,8 +1533,14 @@ def gridworld_figures(results_dir):
         panels.append((curves_of(rows, f"control-{start}", "reward"), f"from {start}: episode reward", (-0.03, 1.03)))
     draw_curves(results_dir / "figures" / "gridworld_control.png", panels, "A2C updates of 80 episodes",
                 "Control: an actor-critic on frozen phi.\nThe paper: TATC consistently outperforms Lap-rep (s0).")
-    table("laprep", read_results(results_dir / "laprep.csv"), "representation", spearman_all="spearman_all", spearman_s0="spearman_s0",
-          subspace="subspace", cosine="cosine", cosine_near="cosine_near")
+    rows = read_results(results_dir / "laprep.csv")
+    if rows:
+        found = {(row["env"], row["method"]) for row in rows}
+        order = [(env, method) for env in ranked({env for env, _ in found}, list(gridworld.MAZES))
+                 for method in ranked({method for other, method in found if other == env}, list(COLOURS))]
+        tables["laprep"] = spread_table(rows, "maze and method", [(f"{env}: {method}", method, env) for env, method in order], {
+            "spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "subspace": "subspace", "cosine": "cosine",
+            "cosine_near": "cosine, near eigenvalues as one"})
     return tables
 
 
