@@ -460,6 +460,10 @@ class Scores:
     """file to which the rows go; phi.npz goes to phi/ beside it, a checkpoint without what only training needs to checkpoints/"""
     every: int = 500
     """rows of metrics.csv are kept whose update is a multiple of this, and the last one"""
+    method: Optional[str] = None
+    """name in the rows; default from the run"""
+    copy: bool = True
+    """copy phi.npz and networks too"""
 
 
 def far_end_steps(env_name, metrics):
@@ -480,17 +484,22 @@ def collect_scores(args):
                 metrics = list(csv.DictReader(file))
         except FileNotFoundError:
             raise UsageError(f"{run} has no metrics.csv") from None
+        ant = run_args["env"] in antmaze.MAZES or run_args["env"].startswith("ant:")
+        key = "representation", args.method or method_name(run_args), env_name, run_args["seed"]
+        names = [name for name in metrics[0] if name.startswith("eval/") or (ant and name in ("rollout/reached", "rollout/skill_reward"))]
         for row in (row for row in metrics if int(row["update"]) % args.every == 0 or row is metrics[-1]):
-            rows += [("representation", method_name(run_args), env_name, run_args["seed"], row["env_steps"], key[5:], float(value))
-                     for key, value in row.items() if key.startswith("eval/") and value]
+            rows += [(*key, row["env_steps"], name.split("/")[1], float(row[name])) for name in names if row[name]]
+        if ant:
+            rows += [(*key, metrics[-1]["env_steps"], *entry)
+                     for entry in [("updates", float(metrics[-1]["update"])), *far_end_steps(run_args["env"], metrics)]]
+        if not args.copy:
+            continue
         parent, name = Path(args.results).parent, f"{run_args['script']}-{env_name}-{run.parent.name}-seed{run_args['seed']}"
         if (run / "phi.npz").exists():
             copy = parent / "phi" / f"{name}.npz"
             copy.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(copy, lambda file: file.write((run / "phi.npz").read_bytes()))
-        if run_args["env"] in antmaze.MAZES or run_args["env"].startswith("ant:"):
-            rows += [("representation", method_name(run_args), env_name, run_args["seed"], metrics[-1]["env_steps"], *entry)
-                     for entry in far_end_steps(run_args["env"], metrics)]
+        if ant:
             checkpoint, _ = load_run(run)
             slim = {key: checkpoint[key] for key in ("script", "args", "update", "networks", "phi", "skills") if key in checkpoint}
             copy = parent / "checkpoints" / f"{name}.pt"
@@ -1338,7 +1347,8 @@ def spread_table(rows, first_column, entries, metrics, last_step=np.inf):
             if not values:
                 cells.append("never")
                 continue
-            cells.append(f"{np.median(values):.3f}" + (f" [{min(values):.3f}, {max(values):.3f}]" if len(values) > 1 else ""))
+            median, low, high = (f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" for value in (np.median(values), min(values), max(values)))
+            cells.append(f"{median} [{low}, {high}]" if len(values) > 1 else median)
         if seeds:
             lines.append(f"| {label} | {len(seeds)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -1476,7 +1486,7 @@ def tatc_traces(path, places=12, steps=100):
 
 
 def antmaze_tables(results_dir):
-    """{name: table} of the ant simulator's speed and physics."""
+    """{name: table} of the ant simulator's speed and physics, and of the trials that led to the defaults."""
     tables = {}
     rows = read_results(results_dir / "antmaze_speed.csv")
     if rows:
@@ -1494,6 +1504,12 @@ def antmaze_tables(results_dir):
         lines.append(f"\nMedian [min, max] of {len(faster)} runs. 64 ants on two threads: {np.median(faster):.2f} "
                      f"[{min(faster):.2f}, {max(faster):.2f}] times the wall-clock speed of one.")
         tables["antmaze-speed"] = "\n".join(lines)
+    rows = read_results(results_dir / "antmaze_trials.csv")
+    if rows:
+        entries = dict.fromkeys((row["method"], row["env"]) for row in rows)
+        tables["trials"] = spread_table(rows, "setting", [(f"{env}: {method}", method, env) for method, env in entries], {
+            "updates": "updates", "coverage": "coverage", "reached": "furthest reached", "spearman_all": "Spearman, all pairs",
+            "spearman_s0": "Spearman, from s0", "skill_reward": "skill reward", "extent": "extent of phi"})
     rows = read_results(results_dir / "antmaze_physics.csv")
     if rows:
         columns = {"resting_height": "resting height", "distance_mean": "distance", "distance_stderr": "its standard error",

@@ -12,8 +12,10 @@ D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N traj
 D3  What the paper leaves open: the critics are separate networks of the policies' shape that also see the time left.
 D4  The entropy coefficient of pi_low is 1 on the gridworlds (paper: 0.1, against returns that are sums of c rewards).
 D5  On the ants pi_low learns by several passes over its data with a clipped ratio (--skill-update a2c is the paper's).
-D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's).
+D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees posture
+    and velocities at a tenth of the policies' scale (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
+D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
 """
 
 import csv
@@ -47,7 +49,7 @@ PAPER = {
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", updates=7000)
-ANT = dict(boredom_coef=5.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
+ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
            skills_per_update=1, updates=10000)
 
 

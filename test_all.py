@@ -1992,7 +1992,9 @@ def test_scores_and_figures_of_ant_runs(tmp_path, capsys):
     evaluate.collect_scores(evaluate.Scores(runs=(str(run),), results=str(results), every=30))
     rows = {row["metric"]: (row["step"], row["value"]) for row in evaluate.read_results(results)}
     assert 37.5 < env.cell_distance.max() - 4 < 41.5  # the second row is the first at the far end
-    assert rows == {"spearman_all": ("96000", "0.7"), "far_end_steps": ("96000", "64000")}
+    assert rows == {"spearman_all": ("96000", "0.7"), "reached": ("96000", "44"), "updates": ("96000", "30"), "far_end_steps": ("96000", "64000")}
+    evaluate.collect_scores(evaluate.Scores((str(run),), str(tmp_path / "results" / "antmaze_trials.csv"), method="a trial", copy=False))
+    assert "| antmaze1: a trial | 1 | 30.000 |" in evaluate.antmaze_tables(tmp_path / "results")["trials"]
     slim = torch.load(tmp_path / "results" / "checkpoints" / "tatc-antmaze1-s0-seed1.pt", weights_only=True)
     assert set(slim) == {"script", "args", "update", "networks"}
     table = evaluate.antmaze_representations(tmp_path / "results")["antmaze"]
