@@ -1346,6 +1346,8 @@ def test_evaluate_method_names():
     assert evaluate.method_name(dict(script="tatc", prior="uniform", boredom_coef=0.0)) == "TATC uniform boredom=0"
     assert evaluate.method_name(dict(script="laprep", prior="s0", dim=3, objective="graph_drawing")) == "Lap-rep s0 d=3"
     assert evaluate.method_name(dict(script="laprep", prior="uniform", dim=11, objective="allo")) == "Lap-rep uniform d=11 allo"
+    assert evaluate.method_name(dict(script="tatc", env="antmaze1", low_entropy_coef=0.1, skill_update="a2c", pair_gap=10)) == "TATC a2c"
+    assert evaluate.method_name(dict(script="tatc", env="antmaze1", skill_update="clipped", pair_gap=1)) == "TATC gap=1"
     assert len(set(evaluate.COLOURS.values())) == len(evaluate.COLOURS) == 12
 
 
@@ -1372,7 +1374,7 @@ def test_evaluate_figures_and_tables_come_from_the_rows(tmp_path):
             ("control-uniform", "TATC", "umaze", seed, step, metric, step / 100 - 0.1 * seed)
             for step in range(10, 110, 10) for metric in ("reward", "discounted_return")])
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- table:fit -->\nold\n<!-- end -->\nbetween\n<!-- table:control-uniform -->\n<!-- end -->\nafter\n")
+    readme.write_text("before\n<!-- table:fit -->\nold\n<!-- end -->\nbetween\n<!-- table:control -->\n<!-- end -->\nafter\n")
     evaluate.draw_figures(evaluate.Figures(results_dir=str(results), readme=str(readme)))
     text = readme.read_text()
     assert "old" not in text and text.startswith("before\n") and text.endswith("after\n") and "between" in text
