@@ -1447,6 +1447,8 @@ def antmaze_representations(results_dir):
         columns = max(len(file["stages"]) for file in stages.values())
         figure = Figure(figsize=(2.1 * columns, 2.4 * len(runs)), layout="constrained")
         for row, (name, file) in zip(figure.subplots(len(runs), columns, squeeze=False), stages.items()):
+            for ax in row[len(file["stages"]):]:
+                ax.axis("off")
             for ax, phi, stage in zip(row, file["snapshots"], file["stages"]):
                 antmaze.draw_phi(ax, envs[name], phi)
                 ax.set_title(f"{name}, update {stage}", fontsize=8)
@@ -1639,16 +1641,14 @@ def draw_film(args):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} is {getattr(args, name)}; use at least 1")
     checkpoint, run_args = load_run(args.run)
-    env, env_name = ant_maze(None, run_args, 64, args.seed)
+    env, _ = ant_maze(None, run_args, 64, args.seed)
     if not any(key.startswith("pi_hi.") for key in checkpoint.get("networks", ())):
         raise UsageError(f"{args.run} is not a run of tatc.py")
     skills = FrozenSkills(tatc_skills(part_of(checkpoint["networks"], "pi_low"), run_args["num_directions"]))
     pi_hi, rng = rebuild_network(part_of(checkpoint["networks"], "pi_hi")), np.random.default_rng(args.seed)
-    chosen = []
 
     def choose(t, ants, obs, allowed):
-        chosen.append((pi_hi(torch.as_tensor(obs)).numpy() + rng.gumbel(size=allowed.shape)).argmax(1))
-        return chosen[-1]
+        return (pi_hi(torch.as_tensor(obs)).numpy() + rng.gumbel(size=allowed.shape)).argmax(1)
 
     states = np.stack([env.obs, *run_skills(env, skills, choose, args.steps, run_args["skill_length"], rng)])  # [T + 1, N, 29]
     far_end = env.truth_xy[env.distance[env.start_index].argmax()]
@@ -1682,7 +1682,8 @@ def draw_film(args):
 # ============================================================================================================= plan
 EXPERIMENTS = ("gridworld", "ablation", "readings", "own", "laprep", "prediction", "control", "antmaze", "shaping", "skills")
 # Budgets of seconds instead of minutes, for trying a plan out.
-SMOKE = {"tatc.py": "--updates 6 --log-every 2 --checkpoint-every 2 --num-envs 4", "laprep.py": "--updates 40 --samples 4000 --log-every 20 --checkpoint-every 20",
+SMOKE = {"tatc.py": "--updates 6 --log-every 2 --checkpoint-every 2 --num-envs 4",
+         "laprep.py": "--updates 40 --samples 4000 --log-every 20 --checkpoint-every 20",
          "baselines_dco_diayn.py dco": "--samples 2000 --f-updates 10 --policy-updates 10",
          "baselines_dco_diayn.py diayn": "--updates 200 --updates-per-step 1", "evaluate.py prediction": "--updates 20 --log-every 10",
          "evaluate.py control": "--updates 20 --log-every 10", "evaluate.py shaping": "--steps 2000 --eval-every 1000 --horizon 50",
@@ -1697,8 +1698,7 @@ class Plan:
     or finds itself finished: a plan that was killed is run again as it is.
     """
 
-    experiment: Tuple[Literal["gridworld", "ablation", "readings", "own", "laprep", "prediction", "control", "antmaze", "shaping",
-                              "skills"], ...] = EXPERIMENTS
+    experiment: Tuple[Literal[EXPERIMENTS], ...] = EXPERIMENTS
     """what to plan, with the trainings that it needs"""
     stage: Optional[Literal["train", "evaluate", "figures"]] = None
     """only these lines"""
