@@ -31,7 +31,8 @@ B5  On the gridworlds DDPG's actor is the argmax of a Q-network with four output
 B6  SAC has two critics and no value network (Haarnoja et al. 2018b); DIAYN's authors used its first version.
 B7  N agents step together, then --updates-per-step gradient steps follow (the authors: one per environment step), because N = 32
     would be 3 million of them. Episodes of different agents end at different times, all at s0 again: no ant stays on its back.
-B8  Random walks use the ants' 5 torque values, as TATC's and Lap-rep's do; the options' and skills' own torques are continuous.
+B8  On the ants f sees posture and velocities at a tenth of the policies' scale, as TATC's phi and Lap-rep's do (antmaze.py).
+B9  Random walks use the ants' 5 torque values, as TATC's and Lap-rep's do; the options' and skills' own torques are continuous.
 """
 
 import csv
@@ -396,7 +397,7 @@ def make_dco(args, env):
     """f, the critic and on the ants the actor of one option, the target networks, and the optimisers."""
     heads, values = env.action_shape
     ant = env.obs_scale is not None
-    networks = {"f": Phi(env.obs_size, 1, args.f_hidden, env.obs_scale),
+    networks = {"f": Phi(env.obs_size, 1, args.f_hidden, env.phi_scale),
                 "critic": MLP(env.obs_size, heads if ant else 0, args.hidden, 1 if ant else values, env.obs_scale)}
     if ant:
         networks["actor"] = MLP(env.obs_size, 0, args.hidden, heads, env.obs_scale)
@@ -472,7 +473,8 @@ def add_option(skills, args, env, networks, threshold):
     """The checkpoint's entry "skills" with one more option."""
     policy, f = networks["actor" if "actor" in networks else "critic"], networks["f"]
     weights, biases = stacked_layers(policy.weight_obs, policy.bias, policy.layers)
-    f_weights, f_biases = stacked_layers(f.weight_obs, f.bias, [f.second, f.third, f.out])
+    scale = 1.0 if f.obs_scale is None else (f.obs_scale / policy.obs_scale)[:, None]  # the checkpoint has one obs_scale
+    f_weights, f_biases = stacked_layers(f.weight_obs * scale, f.bias, [f.second, f.third, f.out])
     new = {"weights": weights, "biases": biases, "f_weights": f_weights, "f_biases": f_biases, "threshold": torch.tensor([threshold])}
     if skills is not None:
         new = {key: torch.cat([skills[key], value]) if key == "threshold" else [torch.cat(pair) for pair in zip(skills[key], value)]

@@ -11,11 +11,11 @@ D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N traj
     the default on the ants.
 D3  What the paper leaves open: the critics are separate networks of the policies' shape that also see the time left.
 D4  The entropy coefficient of pi_low is 1 on the gridworlds (paper: 0.1, against returns that are sums of c rewards).
-D5  On the ants pi_low learns by several passes over its data with a clipped ratio (--skill-update a2c is the paper's).
+D5  On the ants both policies learn by several passes over their data with a clipped ratio (--skill-update a2c is the paper's).
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees posture
     and velocities at a tenth of the policies' scale (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
-D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
+D8  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
 """
 
 import csv
@@ -48,9 +48,10 @@ PAPER = {
     "grid": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20),
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
-GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", updates=7000)
-ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
-           skills_per_update=1, updates=10000)
+GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
+            updates=7000)
+ANT = dict(boredom_coef=5.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
+           skills_per_update=1, updates=4000)
 
 
 @dataclass
@@ -93,20 +94,20 @@ class Args:
     """skills of every episode between two updates: L (Algorithm 1) or 1 (the text)"""
     hidden: int = 128
     """units in each of the two hidden layers"""
-    learning_rate: float = 1e-3
-    """RMSprop step size of every network"""
+    learning_rate: Optional[float] = None
+    """RMSprop step size of every network (paper: 1e-3), with the clipped update of phi"""
     high_entropy_coef: Optional[float] = None
     """entropy coefficient of pi_hi"""
     low_entropy_coef: Optional[float] = None
     """entropy coefficient of pi_low (paper: 0.1)"""
     skill_update: Optional[Literal["a2c", "clipped"]] = None
-    """how pi_low learns: the paper's vanilla A2C, or several passes over the same data with a clipped ratio"""
+    """how the policies learn: the paper's vanilla A2C, or several passes over the same data with a clipped ratio"""
     clipped_learning_rate: float = 1e-3
     """Adam step size of the clipped update"""
     clipped_passes: int = 4
-    """passes of the clipped update over the batch, in 8 minibatches each"""
+    """passes of pi_low's clipped update over the batch, in 8 minibatches each; pi_hi takes 8 steps on its whole batch"""
     clipped_gamma: float = 0.9
-    """discount of the clipped update"""
+    """discount of pi_low's clipped update"""
     clipped_lambda: float = 0.9
     """lambda of its generalised advantage estimate; 1 is the Monte-Carlo return"""
     num_threads: int = 1
@@ -173,13 +174,12 @@ def make_networks(args, env):
 
 
 def make_optimizers(args, networks):
-    """RMSprop for everything; with the clipped update, Adam for pi_low and its critic."""
+    """RMSprop for everything; with the clipped update, Adam for each policy and its critic."""
     if args.skill_update == "a2c":
         return {"main": torch.optim.RMSprop(networks.parameters(), lr=args.learning_rate, foreach=True)}
-    main = [p for name in ("phi", "pi_hi", "v_hi") for p in networks[name].parameters()]
-    clipped = [p for name in ("pi_low", "v_low") for p in networks[name].parameters()]
-    return {"main": torch.optim.RMSprop(main, lr=args.learning_rate, foreach=True),
-            "clipped": torch.optim.Adam(clipped, lr=args.clipped_learning_rate, fused=True)}
+    policies = {level: [*networks[f"pi_{level}"].parameters(), *networks[f"v_{level}"].parameters()] for level in ("low", "hi")}
+    return {"main": torch.optim.RMSprop(networks["phi"].parameters(), lr=args.learning_rate, foreach=True)} | {
+        level: torch.optim.Adam(parameters, lr=args.clipped_learning_rate, fused=True) for level, parameters in policies.items()}
 
 
 def make_directions(args):
@@ -333,40 +333,50 @@ def flatten_trajectories(obs, actions, skill):
     return obs.flatten(0, 1), actions.flatten(0, 1), skill.repeat_interleave(steps), time_left
 
 
-def clipped_update(args, networks, optimizer, omega, obs, actions, skill, rewards, rng):
-    """The data-reusing alternative to A2C (D5): clipped probability ratio, generalised advantage; shapes as above, rewards [n, c]."""
-    rows = flatten_trajectories(obs, actions, skill)
+def clipped_steps(optimizer, outputs, advantage, returns, entropy_coef, batches):
+    """The data-reusing alternative to A2C (D5): one step with a clipped probability ratio on each of `batches`, indices of rows.
+
+    outputs(index) gives log pi, entropy and value of the rows; advantage and returns [n] are of all rows.
+    """
     with torch.no_grad():
-        old_log_prob, entropy, old_value = low_level_outputs(networks, omega, *rows)
-    value = old_value.reshape(rewards.shape)
-    following = F.pad(value[:, 1:], (0, 1))  # nothing follows the last step of a skill
-    advantage = discounted_returns(rewards + args.clipped_gamma * following - value, args.clipped_gamma * args.clipped_lambda).reshape(-1)
-    returns = advantage + old_value
+        old_log_prob = outputs(slice(None))[0]
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    parameters = [*networks["pi_low"].parameters(), *networks["v_low"].parameters()]
-    for _ in range(args.clipped_passes):
-        for index in np.array_split(rng.permutation(len(returns)), 8):
-            index = torch.as_tensor(index, device=returns.device)
-            log_prob, entropy, value = low_level_outputs(networks, omega, *(part[index] for part in rows))
-            ratio = (log_prob - old_log_prob[index]).exp()
-            gain = torch.minimum(ratio * advantage[index], ratio.clamp(0.8, 1.2) * advantage[index])
-            value_loss = (returns[index] - value).square().mean()
-            policy_loss = -gain.mean() - args.low_entropy_coef * entropy.mean()
-            optimizer.zero_grad()
-            (policy_loss + 0.5 * value_loss).backward()
-            nn.utils.clip_grad_norm_(parameters, 0.5)
-            optimizer.step()
+    for index in batches:
+        log_prob, entropy, value = outputs(index)
+        ratio = (log_prob - old_log_prob[index]).exp()
+        gain = torch.minimum(ratio * advantage[index], ratio.clamp(0.8, 1.2) * advantage[index])
+        policy_loss = -gain.mean() - entropy_coef * entropy.mean()
+        value_loss = (returns[index] - value).square().mean()
+        optimizer.zero_grad()
+        (policy_loss + 0.5 * value_loss).backward()
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+        optimizer.step()
     return {"policy": policy_loss.detach(), "value": value_loss.detach(), "entropy": entropy.mean().detach()}
 
 
-def high_level_loss(args, networks, obs, choice, returns):
-    """A2C of pi_hi on episodes: obs [n, L, ...] where a skill began, choice [n, L], returns [n] shared by all L (Eq. 4)."""
+def clipped_low_update(args, networks, optimizer, omega, rows, rewards, rng):
+    """Clipped update of pi_low with generalised advantages: rows of `flatten_trajectories`, rewards [n, c]."""
+
+    def outputs(index):
+        return low_level_outputs(networks, omega, *(part[index] for part in rows))
+
+    with torch.no_grad():
+        value = outputs(slice(None))[2].reshape(rewards.shape)
+    following = F.pad(value[:, 1:], (0, 1))  # nothing follows the last step of a skill
+    advantage = discounted_returns(rewards + args.clipped_gamma * following - value, args.clipped_gamma * args.clipped_lambda)
+    count = rewards.numel()
+    batches = (torch.as_tensor(index, device=rewards.device)
+               for _ in range(args.clipped_passes) for index in np.array_split(rng.permutation(count), 8))
+    return clipped_steps(optimizer, outputs, advantage.reshape(-1), (advantage + value).reshape(-1), args.low_entropy_coef, batches)
+
+
+def high_level_outputs(networks, obs, choice):
+    """log pi_hi, its entropy, and V_hi, all [n * L], at obs [n, L, ...] where a skill began and choice [n, L]."""
     count, skills = choice.shape
-    time_left = (1 - torch.arange(skills, device=returns.device) / skills).repeat(count)[:, None]
+    time_left = (1 - torch.arange(skills, device=choice.device) / skills).repeat(count)[:, None]
     obs = obs.flatten(0, 1)
     log_prob, entropy = log_prob_and_entropy(networks["pi_hi"](obs)[:, None], choice.reshape(-1, 1))
-    value = networks["v_hi"](obs, time_left).squeeze(-1)
-    return actor_critic_loss(log_prob, entropy, value, returns.repeat_interleave(skills), args.high_entropy_coef)
+    return log_prob, entropy, networks["v_hi"](obs, time_left).squeeze(-1)
 
 
 def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
@@ -400,11 +410,11 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
         boredom = boredom_loss(phi_tau[:, :: args.pair_gap], args.boredom)
         loss = loss + args.boredom_coef * boredom  # Eq. 6
         reward = skill_reward(phi_tau[:, :-1].detach(), phi_tau[:, 1:].detach(), omega[tau_skill][:, None])
+        rows = flatten_trajectories(tau[:, :-1], tau_actions, tau_skill)
         if args.skill_update == "clipped":
-            terms = clipped_update(args, networks, optimizers["clipped"], omega, tau[:, :-1], tau_actions, tau_skill, reward, rng)
+            terms = clipped_low_update(args, networks, optimizers["low"], omega, rows, reward, rng)
         else:
-            outputs = low_level_outputs(networks, omega, *flatten_trajectories(tau[:, :-1], tau_actions, tau_skill))
-            returns = discounted_returns(reward, 1.0).reshape(-1)
+            outputs, returns = low_level_outputs(networks, omega, *rows), discounted_returns(reward, 1.0).reshape(-1)
             low, terms = actor_critic_loss(*outputs, returns, args.low_entropy_coef)
             loss = loss + low
         info |= {f"loss/low_{key}": value for key, value in terms.items()}
@@ -412,10 +422,16 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
         if episode is not None:
             began, final, choice = episode
             returns = high_return(encode(tensor(began[0, workers])), encode(tensor(final[workers]))).detach()
-            high, terms = high_level_loss(
-                args, networks, tensor(began[:, workers].swapaxes(0, 1)), tensor(choice[:, workers].T), returns
-            )
-            loss = loss + high
+            returns = returns.repeat_interleave(len(choice))  # the same for all L choices of an episode
+            obs, choice = tensor(began[:, workers].swapaxes(0, 1)), tensor(choice[:, workers].T)
+            if args.skill_update == "clipped":
+                with torch.no_grad():
+                    advantage = returns - high_level_outputs(networks, obs, choice)[2]
+                terms = clipped_steps(optimizers["hi"], lambda _: high_level_outputs(networks, obs, choice), advantage, returns,
+                                      args.high_entropy_coef, [slice(None)] * 8)
+            else:
+                high, terms = actor_critic_loss(*high_level_outputs(networks, obs, choice), returns, args.high_entropy_coef)
+                loss = loss + high
             info |= {f"loss/high_{key}": value for key, value in terms.items()} | {"rollout/high_return": returns.mean()}
     optimizers["main"].zero_grad()
     loss.backward()
@@ -491,7 +507,7 @@ def resolve(args):
     env, world = make_env(args)
     defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
     if world is antmaze and args.skill_update == "a2c":
-        defaults["low_entropy_coef"] = 0.1  # the paper's, for the paper's update
+        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3)  # the paper's, for the paper's update
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

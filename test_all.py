@@ -884,9 +884,62 @@ def test_clipped_update_first_gradient_is_the_policy_gradient(monkeypatch):
         log_pi = pi(rows[0][n, t], omega[rows[2][n]]).reshape(8, 5).log_softmax(-1)
         expected.append(-sum(log_pi[head, rows[1][n, t, head]] for head in range(8)) * advantage[n, t])
     expected = torch.autograd.grad(torch.stack(expected).mean(), pi.middle.weight)[0]
-    optimizer = tatc.make_optimizers(args, networks)["clipped"]
-    tatc.clipped_update(args, networks, optimizer, omega, rows[0][:, :-1], *rows[1:], rewards, rng)
+    optimizer = tatc.make_optimizers(args, networks)["low"]
+    tatc.clipped_low_update(args, networks, optimizer, omega, tatc.flatten_trajectories(rows[0][:, :-1], *rows[1:]), rewards, rng)
     assert torch.allclose(pi.middle.weight.grad, expected, rtol=1e-3, atol=1e-6) and expected.abs().max() > 0
+
+
+def test_clipped_steps_against_a_loop():
+    """Three steps of plain gradient descent on a table of logits and values, ratio, clipping and entropy by hand."""
+    rng, entropy_coef = np.random.default_rng(0), 0.2
+    choice, advantage, returns = (torch.as_tensor(x) for x in (rng.integers(3, size=12), rng.normal(size=12), rng.normal(size=12)))
+    table = torch.as_tensor(rng.normal(size=(12, 4)))
+
+    def run(loss_of_step):
+        parameters = nn.Parameter(table.clone())
+        optimizer = torch.optim.SGD([parameters], lr=5.0)
+        loss_of_step(parameters, optimizer)
+        return parameters.detach()
+
+    def ours(parameters, optimizer):
+        def outputs(index):
+            return *tatc.log_prob_and_entropy(parameters[index, None, :3], choice[index, None]), parameters[index, 3]
+
+        tatc.clipped_steps(optimizer, outputs, advantage, returns, entropy_coef, [slice(None), torch.arange(6), slice(None)])
+
+    def loop(parameters, optimizer):
+        scaled = [(a - advantage.mean()) / (sum((b - advantage.mean()) ** 2 for b in advantage) / 11).sqrt() for a in advantage]
+        for index in (range(12), range(6), range(12)):
+            loss = 0.0
+            for i in index:
+                pi = torch.softmax(parameters[i, :3], 0)
+                ratio = pi[choice[i]] / torch.softmax(table[i, :3], 0)[choice[i]]
+                inside = 0.8 < ratio < 1.2 or (ratio <= 0.8) == (scaled[i] > 0)  # otherwise the gain is constant
+                loss = loss - (ratio if inside else ratio.detach()) * scaled[i] + entropy_coef * sum(p * p.log() for p in pi)
+                loss = loss + 0.5 * (returns[i] - parameters[i, 3]) ** 2
+            optimizer.zero_grad()
+            (loss / len(index)).backward()
+            norm = parameters.grad.norm()
+            parameters.grad *= min(1.0, 0.5 / norm)
+            optimizer.step()
+
+    assert torch.allclose(run(ours), run(loop), atol=1e-5) and (run(ours) - table).abs().max() > 0.5
+
+
+def test_clipped_update_moves_every_network(monkeypatch):
+    args, env, networks, omega = ant_setup()
+    rng, walkers = np.random.default_rng(0), np.arange(6) < 2
+    before, batch = copy.deepcopy(networks.state_dict()), tatc.rollout(args, env, networks, omega, walkers, rng)
+    seen, advantages = tatc.clipped_steps, []
+    monkeypatch.setattr(tatc, "clipped_steps", lambda *rest: advantages.append((rest[2], rest[3])) or seen(*rest))
+    tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers, rng)
+    assert all(not torch.equal(value, before[name]) for name, value in networks.state_dict().items() if name.endswith("weight"))
+    networks.load_state_dict(before)
+    advantage, returns = advantages[1]
+    for n, ant in enumerate(range(2, 6)):  # one skill per episode here: the return is the distance of its ends
+        first, last = (networks["phi"](torch.as_tensor(batch[0][0, t, ant])) for t in (0, -1))
+        value = networks["v_hi"](torch.as_tensor(batch[0][0, 0, ant]), torch.ones(1)).squeeze()
+        assert torch.allclose(returns[n], (first - last).norm(), rtol=1e-4) and torch.allclose(advantage[n], returns[n] - value, rtol=1e-3, atol=1e-5)
 
 
 def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
