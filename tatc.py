@@ -15,7 +15,8 @@ D5  On the ants both policies learn by several passes over their data with a cli
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees posture
     and velocities at a tenth of the policies' scale (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
-D8  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
+D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
+D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
 """
 
 import csv
@@ -50,7 +51,7 @@ PAPER = {
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
             updates=7000)
-ANT = dict(boredom_coef=5.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
+ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
            skills_per_update=1, updates=4000)
 
 
