@@ -17,6 +17,7 @@ D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart
 D7  An ant that lies on its back when an episode begins starts at s0.
 D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
 D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
+D10 On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
 """
 
 import csv
@@ -50,9 +51,9 @@ PAPER = {
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
-            updates=7000)
+            step_floor=0.0, updates=7000)
 ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
-           skills_per_update=1, updates=4000)
+           step_floor=1.0, skills_per_update=1, updates=3500)
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Args:
     """reading of Eq. 5: mean or sum over the c steps of the squared or plain norm; sum is the literal text"""
     pair_gap: Optional[int] = None
     """steps between the two states of a pair in the attractive term of Eq. 2 and in Eq. 5 (paper: 1)"""
+    step_floor: Optional[float] = None
+    """what is added to the length of a step in Eq. 3, in mean lengths (paper: 0)"""
     dim: int = 2
     """d, dimension of phi"""
     num_directions: int = 8
@@ -107,7 +110,7 @@ class Args:
     """Adam step size of the clipped update"""
     clipped_passes: int = 4
     """passes of pi_low's clipped update over the batch, in 8 minibatches each; pi_hi takes 8 steps on its whole batch"""
-    clipped_gamma: float = 0.9
+    clipped_gamma: float = 0.95
     """discount of pi_low's clipped update"""
     clipped_lambda: float = 0.9
     """lambda of its generalised advantage estimate; 1 is the Monte-Carlo return"""
@@ -199,11 +202,14 @@ def contrastive_loss(phi_u, phi_v, phi_x, phi_y, beta):
     return attract + beta * repel, {"attract": attract.detach(), "repel": repel.detach()}
 
 
-def skill_reward(phi_s, phi_next, delta):
-    """Eq. 3: cosine [...] between the step phi_s -> phi_next [..., d] and delta [..., d]; 0 where phi does not move."""
+def skill_reward(phi_s, phi_next, delta, floor=0.0):
+    """Eq. 3: cosine [...] between the step phi_s -> phi_next [..., d] and delta [..., d]; 0 where phi does not move.
+
+    D10: `floor` times the batch's mean length is added to the length of the step, so that a small step earns less than a large one.
+    """
     step = phi_next - phi_s
     norm = step.norm(dim=-1)
-    return torch.where(norm > 0, (step * delta).sum(-1) / norm.clamp_min(torch.finfo(norm.dtype).tiny), 0.0)
+    return torch.where(norm > 0, (step * delta).sum(-1) / (norm + floor * norm.mean()).clamp_min(torch.finfo(norm.dtype).tiny), 0.0)
 
 
 def high_return(phi_first, phi_final):
@@ -410,7 +416,7 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
         phi_tau = encode(tau)
         boredom = boredom_loss(phi_tau[:, :: args.pair_gap], args.boredom)
         loss = loss + args.boredom_coef * boredom  # Eq. 6
-        reward = skill_reward(phi_tau[:, :-1].detach(), phi_tau[:, 1:].detach(), omega[tau_skill][:, None])
+        reward = skill_reward(phi_tau[:, :-1].detach(), phi_tau[:, 1:].detach(), omega[tau_skill][:, None], args.step_floor)
         rows = flatten_trajectories(tau[:, :-1], tau_actions, tau_skill)
         if args.skill_update == "clipped":
             terms = clipped_low_update(args, networks, optimizers["low"], omega, rows, reward, rng)
@@ -508,7 +514,7 @@ def resolve(args):
     env, world = make_env(args)
     defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
     if world is antmaze and args.skill_update == "a2c":
-        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3)  # the paper's, for the paper's update
+        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0)  # the paper's, for the paper's update
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -528,7 +534,7 @@ def resolve(args):
     for name in ("reset_prob", "random_walk_prob"):
         if not 0 <= getattr(args, name) <= 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a probability")
-    for name in ("beta", "boredom_coef", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
+    for name in ("beta", "boredom_coef", "step_floor", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
     try:
