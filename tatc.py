@@ -551,6 +551,8 @@ def resolve(args):
             variant += f"-entropy{args.low_entropy_coef:g}"
         if args.pair_gap != defaults["pair_gap"]:
             variant += f"-gap{args.pair_gap}"
+        if args.step_floor != defaults["step_floor"]:
+            variant += f"-floor{args.step_floor:g}"
         if args.skill_update != defaults["skill_update"]:
             variant += f"-{args.skill_update}"
         args.run_dir = f"runs/tatc/{Path(args.env).stem}/{variant}/seed{args.seed}"

@@ -574,10 +574,13 @@ def test_equations_2_to_5_against_loops():
 
     delta = torch.tensor([0.6, 0.8, 0.0])
     v[3] = u[3]
-    reward = tatc.skill_reward(u, v, delta.expand(7, 3))
+    reward, floored = (tatc.skill_reward(u, v, delta.expand(7, 3), floor) for floor in (0.0, 0.5))
+    mean = sum((v[i] - u[i]).norm() for i in range(7)) / 7
     for i in range(7):
         step = v[i] - u[i]
-        assert close(reward[i], 0.0 if i == 3 else sum(step[k] * delta[k] for k in range(3)) / step.norm())
+        along = sum(step[k] * delta[k] for k in range(3))
+        assert close(reward[i], 0.0 if i == 3 else along / step.norm())
+        assert close(floored[i], 0.0 if i == 3 else along / (step.norm() + 0.5 * mean))
     assert close(tatc.high_return(u, x)[2], float(sum((u[2, k] - x[2, k]) ** 2 for k in range(3))) ** 0.5)
 
     tau = torch.tensor(rng.normal(size=(4, 6, 2)))
