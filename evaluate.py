@@ -139,6 +139,8 @@ def read_run_args(run_dir):
         run_args = {}
     if not {"script", "env", "seed"} <= set(run_args):
         raise UsageError(f"{run_dir}/args.json is damaged: it does not name script, env and seed")
+    if run_args["script"] == "baselines_dco_diayn":
+        run_args["script"] = "dco" if "percentile" in run_args else "diayn"
     return run_args
 
 

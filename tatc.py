@@ -18,7 +18,6 @@ D7  An ant that lies on its back when an episode begins starts at s0.
 D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
 D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
 D10 On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
-D11 A step that ends on an ant's back earns -1 instead of Eq. 3 (--back-penalty 0 is the paper's).
 """
 
 import csv
@@ -52,9 +51,9 @@ PAPER = {
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
-            step_floor=0.0, back_penalty=0.0, updates=7000)
-ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.2, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
-           step_floor=1.0, back_penalty=1.0, skills_per_update=1, updates=3000)
+            step_floor=0.0, updates=7000)
+ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
+           step_floor=1.0, skills_per_update=1, updates=3000)
 
 
 @dataclass
@@ -81,8 +80,6 @@ class Args:
     """steps between the two states of a pair in the attractive term of Eq. 2 and in Eq. 5 (paper: 1)"""
     step_floor: Optional[float] = None
     """what is added to the length of a step in Eq. 3, in mean lengths (paper: 0)"""
-    back_penalty: Optional[float] = None
-    """what a step that ends on an ant's back costs, in place of Eq. 3 (paper: not mentioned; 0 leaves Eq. 3 as it is)"""
     dim: int = 2
     """d, dimension of phi"""
     num_directions: int = 8
@@ -420,8 +417,6 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
         boredom = boredom_loss(phi_tau[:, :: args.pair_gap], args.boredom)
         loss = loss + args.boredom_coef * boredom  # Eq. 6
         reward = skill_reward(phi_tau[:, :-1].detach(), phi_tau[:, 1:].detach(), omega[tau_skill][:, None], args.step_floor)
-        if args.back_penalty and tau.is_floating_point():
-            reward = torch.where(antmaze.on_back(tau[:, 1:]), -args.back_penalty, reward)  # D11
         rows = flatten_trajectories(tau[:, :-1], tau_actions, tau_skill)
         if args.skill_update == "clipped":
             terms = clipped_low_update(args, networks, optimizers["low"], omega, rows, reward, rng)
@@ -521,7 +516,7 @@ def resolve(args):
     if args.env == "antmaze1":
         defaults["updates"] = 2000  # converges sooner
     if world is antmaze and args.skill_update == "a2c":
-        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0, back_penalty=0.0)  # the paper's, for the paper's update
+        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0)  # the paper's, for the paper's update
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -541,7 +536,7 @@ def resolve(args):
     for name in ("reset_prob", "random_walk_prob"):
         if not 0 <= getattr(args, name) <= 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a probability")
-    for name in ("beta", "boredom_coef", "step_floor", "back_penalty", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
+    for name in ("beta", "boredom_coef", "step_floor", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
     try:

@@ -945,18 +945,6 @@ def test_clipped_update_moves_every_network(monkeypatch):
         assert torch.allclose(returns[n], (first - last).norm(), rtol=1e-4) and torch.allclose(advantage[n], returns[n] - value, rtol=1e-3, atol=1e-5)
 
 
-def test_steps_on_the_back_earn_the_penalty(monkeypatch):
-    args, env, networks, omega = ant_setup(back_penalty=0.7)
-    rng, walkers = np.random.default_rng(0), np.zeros(6, dtype=bool)
-    obs, actions, skills = tatc.rollout(args, env, networks, omega, walkers, rng)
-    obs[0, 11:, 2, 3:7] = 0.0, 1.0, 0.0, 0.0  # half a turn about x: on its back from the 11th step on
-    seen = []
-    monkeypatch.setattr(tatc, "clipped_low_update", lambda *rest: seen.append(rest[5]) or {})
-    tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, (obs, actions, skills), None, walkers, rng)
-    reward, = seen
-    assert torch.equal(reward == -0.7, torch.arange(6)[:, None].eq(2) & torch.arange(20).ge(10)) and reward.abs().max() <= 1
-
-
 def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(tatc, "ant_scores", functools.partial(tatc.ant_scores, tries=4, steps=20))
     settings = dict(env="antmaze2", num_envs=4, hidden=16, skill_length=10, episode_length=20, log_every=2, checkpoint_every=3)
