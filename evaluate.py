@@ -160,8 +160,11 @@ def method_name(run_args):
     if run_args.get("low_entropy_coef") == 0.1 and not ant:
         name += " entropy=0.1"
     if run_args["script"] == "tatc" and ant:
+        name += f" boredom={run_args['boredom_coef']:g}" if run_args.get("boredom_coef", 20) not in (0, 20) else ""
         name += f" gap={run_args['pair_gap']}" if run_args.get("pair_gap", 10) != 10 else ""
-        name += " a2c" if run_args.get("skill_update") == "a2c" else ""
+        vanilla = run_args.get("skill_update") == "a2c"  # with the paper's Eq. 3
+        name += f" floor={run_args['step_floor']:g}" if run_args.get("step_floor", 1 - vanilla) != 1 - vanilla else ""
+        name += " a2c" if vanilla else ""
     return name
 
 
@@ -1787,7 +1790,7 @@ def plan_commands(args):
             runs += train("baselines_dco_diayn.py diayn", "antmaze1", "s0", few_seeds, 75)
             for source in [f"--run {run}" for run in runs] + ["--floor actions", "--floor skills"]:
                 for seed in all_seeds:
-                    add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv", 11)
+                    add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv", 7)
     add("figures", f"evaluate.py figures --results-dir {args.results_dir}", 1)
     order = ("train", "evaluate", "figures")
     lines = [(stage, command, minutes) for (stage, command), minutes in lines.items() if args.stage in (None, stage)]

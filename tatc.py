@@ -430,14 +430,14 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
             began, final, choice = episode
             returns = high_return(encode(tensor(began[0, workers])), encode(tensor(final[workers]))).detach()
             returns = returns.repeat_interleave(len(choice))  # the same for all L choices of an episode
-            obs, choice = tensor(began[:, workers].swapaxes(0, 1)), tensor(choice[:, workers].T)
+            chosen = tensor(began[:, workers].swapaxes(0, 1)), tensor(choice[:, workers].T)
             if args.skill_update == "clipped":
                 with torch.no_grad():
-                    advantage = returns - high_level_outputs(networks, obs, choice)[2]
-                terms = clipped_steps(optimizers["hi"], lambda _: high_level_outputs(networks, obs, choice), advantage, returns,
+                    advantage = returns - high_level_outputs(networks, *chosen)[2]
+                terms = clipped_steps(optimizers["hi"], lambda _: high_level_outputs(networks, *chosen), advantage, returns,
                                       args.high_entropy_coef, [slice(None)] * 8)
             else:
-                high, terms = actor_critic_loss(*high_level_outputs(networks, obs, choice), returns, args.high_entropy_coef)
+                high, terms = actor_critic_loss(*high_level_outputs(networks, *chosen), returns, args.high_entropy_coef)
                 loss = loss + high
             info |= {f"loss/high_{key}": value for key, value in terms.items()} | {"rollout/high_return": returns.mean()}
     optimizers["main"].zero_grad()
