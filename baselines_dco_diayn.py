@@ -57,8 +57,8 @@ from tqdm import tqdm
 import antmaze
 import gridworld
 
-DCO_GRID = dict(f_updates=3000, f_batch_size=1024, policy_updates=5000, tau=0.01, hidden=(64, 64), skill_length=100)
-DCO_ANT = dict(f_updates=30000, f_batch_size=128, policy_updates=50000, tau=0.001, hidden=(400, 300), skill_length=200)
+DCO_GRID = dict(f_updates=3000, f_batch_size=1024, policy_updates=5000, batch_size=512, tau=0.01, hidden=(64, 64), skill_length=100)
+DCO_ANT = dict(f_updates=30000, f_batch_size=128, policy_updates=50000, batch_size=64, tau=0.001, hidden=(400, 300), skill_length=200)
 DIAYN_GRID = dict(updates=20000, updates_per_step=1, hidden=(128, 128), skill_length=30)
 DIAYN_ANT = dict(updates=94000, updates_per_step=4, hidden=(300, 300), skill_length=200, episode_length=1000)
 EPISODE = {"umaze": 90, "tmaze": 40, "4rooms": 60}  # TATC's K
@@ -98,8 +98,8 @@ class DCO:
     """an option ends where f is at most this percentile of f over its data, and starts elsewhere"""
     policy_updates: Optional[int] = None
     """DDPG updates of each option"""
-    batch_size: int = 64
-    """transitions per DDPG update"""
+    batch_size: Optional[int] = None
+    """transitions per DDPG update (DDPG: 64); 512 on the gridworlds"""
     end_cuts_value: bool = False
     """no value after the option's end, in learning too; default: only the execution ends there (B4)"""
     gamma: float = 0.99

@@ -998,7 +998,7 @@ class Skills:
     """seed of the high level and its ants; the rows' seed is 100 times the run's plus this"""
     num_skills: int = 8
     """skills that the run must have"""
-    episodes: int = 4000
+    episodes: int = 2000
     """training episodes"""
     batch: int = 8
     """episodes per update, side by side"""
