@@ -224,8 +224,8 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
 
 
 def on_back(states):
-    """states [N, 29] -> [N] bool: the torso's own up, 1 - 2 (x^2 + y^2) of its quaternion, points down."""
-    return states[:, 4] ** 2 + states[:, 5] ** 2 > 0.5
+    """states [..., 29] -> [...] bool: the torso's own up, 1 - 2 (x^2 + y^2) of its quaternion, points down."""
+    return states[..., 4] ** 2 + states[..., 5] ** 2 > 0.5
 
 
 # ------------------------------------------------------------------------------------------------ the batch

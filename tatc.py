@@ -18,6 +18,7 @@ D7  An ant that lies on its back when an episode begins starts at s0.
 D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
 D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
 D10 On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
+D11 An ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill (--fall-cost 0).
 """
 
 import csv
@@ -51,9 +52,9 @@ PAPER = {
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
-            step_floor=0.0, updates=7000)
+            step_floor=0.0, fall_cost=0.0, updates=7000)
 ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
-           step_floor=1.0, skills_per_update=1, updates=3000)
+           step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
 
 
 @dataclass
@@ -80,6 +81,8 @@ class Args:
     """steps between the two states of a pair in the attractive term of Eq. 2 and in Eq. 5 (paper: 1)"""
     step_floor: Optional[float] = None
     """what is added to the length of a step in Eq. 3, in mean lengths (paper: 0)"""
+    fall_cost: Optional[float] = None
+    """what falling on its back costs an ant in the clipped update (paper: nothing; 0: steps on the back count like others)"""
     dim: int = 2
     """d, dimension of phi"""
     num_directions: int = 8
@@ -181,9 +184,9 @@ def make_optimizers(args, networks):
     """RMSprop for everything; with the clipped update, Adam for each policy and its critic."""
     if args.skill_update == "a2c":
         return {"main": torch.optim.RMSprop(networks.parameters(), lr=args.learning_rate, foreach=True)}
-    policies = {level: [*networks[f"pi_{level}"].parameters(), *networks[f"v_{level}"].parameters()] for level in ("low", "hi")}
+    policies = {level: [{"params": networks[f"{part}_{level}"].parameters()} for part in ("pi", "v")] for level in ("low", "hi")}
     return {"main": torch.optim.RMSprop(networks["phi"].parameters(), lr=args.learning_rate, foreach=True)} | {
-        level: torch.optim.Adam(parameters, lr=args.clipped_learning_rate, fused=True) for level, parameters in policies.items()}
+        level: torch.optim.Adam(groups, lr=args.clipped_learning_rate, fused=True) for level, groups in policies.items()}
 
 
 def make_directions(args):
@@ -356,25 +359,30 @@ def clipped_steps(optimizer, outputs, advantage, returns, entropy_coef, batches)
         value_loss = (returns[index] - value).square().mean()
         optimizer.zero_grad()
         (policy_loss + 0.5 * value_loss).backward()
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+        for group in optimizer.param_groups:  # apart: a large error of the critic must not shrink the policy's step
+            nn.utils.clip_grad_norm_(group["params"], 0.5)
         optimizer.step()
     return {"policy": policy_loss.detach(), "value": value_loss.detach(), "entropy": entropy.mean().detach()}
 
 
-def clipped_low_update(args, networks, optimizer, omega, rows, rewards, rng):
-    """Clipped update of pi_low with generalised advantages: rows of `flatten_trajectories`, rewards [n, c]."""
+def clipped_low_update(args, networks, optimizer, omega, rows, rewards, fallen, rng):
+    """Clipped update of pi_low with generalised advantages: rows of `flatten_trajectories`, rewards [n, c], fallen [n, c + 1]."""
 
     def outputs(index):
         return low_level_outputs(networks, omega, *(part[index] for part in rows))
 
     with torch.no_grad():
         value = outputs(slice(None))[2].reshape(rewards.shape)
-    following = F.pad(value[:, 1:], (0, 1))  # nothing follows the last step of a skill
-    advantage = discounted_returns(rewards + args.clipped_gamma * following - value, args.clipped_gamma * args.clipped_lambda)
-    count = rewards.numel()
+    following = F.pad(value[:, 1:], (0, 1)) * ~fallen[:, 1:]  # nothing follows the last step of a skill, or a fall
+    upright = ~fallen[:, :-1]
+    error = (rewards + args.clipped_gamma * following - value) * upright
+    advantage = discounted_returns(error, args.clipped_gamma * args.clipped_lambda)[upright]
+    rows, value = [part[upright.flatten()] for part in rows], value[upright]
+    if len(value) < 8:  # fewer than minibatches: all ants lie on their back
+        return {}
     batches = (torch.as_tensor(index, device=rewards.device)
-               for _ in range(args.clipped_passes) for index in np.array_split(rng.permutation(count), 8))
-    return clipped_steps(optimizer, outputs, advantage.reshape(-1), (advantage + value).reshape(-1), args.low_entropy_coef, batches)
+               for _ in range(args.clipped_passes) for index in np.array_split(rng.permutation(len(value)), 8))
+    return clipped_steps(optimizer, outputs, advantage, advantage + value, args.low_entropy_coef, batches)
 
 
 def high_level_outputs(networks, obs, choice):
@@ -419,7 +427,11 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
         reward = skill_reward(phi_tau[:, :-1].detach(), phi_tau[:, 1:].detach(), omega[tau_skill][:, None], args.step_floor)
         rows = flatten_trajectories(tau[:, :-1], tau_actions, tau_skill)
         if args.skill_update == "clipped":
-            terms = clipped_low_update(args, networks, optimizers["low"], omega, rows, reward, rng)
+            fallen = torch.zeros(tau.shape[:2], dtype=torch.bool, device=device)
+            if args.fall_cost:  # D11
+                fallen = antmaze.on_back(tau).cumsum(1) > 0
+            paid = torch.where(fallen[:, 1:], -args.fall_cost, reward)
+            terms = clipped_low_update(args, networks, optimizers["low"], omega, rows, paid, fallen, rng)
         else:
             outputs, returns = low_level_outputs(networks, omega, *rows), discounted_returns(reward, 1.0).reshape(-1)
             low, terms = actor_critic_loss(*outputs, returns, args.low_entropy_coef)
@@ -516,7 +528,7 @@ def resolve(args):
     if args.env == "antmaze1":
         defaults["updates"] = 2000  # converges sooner
     if world is antmaze and args.skill_update == "a2c":
-        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0)  # the paper's, for the paper's update
+        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0, fall_cost=0.0)  # the paper's, for the paper's update
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -536,9 +548,11 @@ def resolve(args):
     for name in ("reset_prob", "random_walk_prob"):
         if not 0 <= getattr(args, name) <= 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a probability")
-    for name in ("beta", "boredom_coef", "step_floor", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
+    for name in ("beta", "boredom_coef", "step_floor", "fall_cost", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
+    if args.fall_cost and (world is gridworld or args.skill_update == "a2c"):
+        raise UsageError(f"--fall-cost is {args.fall_cost}; it is for ants and --skill-update clipped, use 0")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError):
@@ -555,6 +569,8 @@ def resolve(args):
             variant += f"-gap{args.pair_gap}"
         if args.step_floor != defaults["step_floor"]:
             variant += f"-floor{args.step_floor:g}"
+        if args.fall_cost != defaults["fall_cost"]:
+            variant += f"-fall{args.fall_cost:g}"
         if args.skill_update != defaults["skill_update"]:
             variant += f"-{args.skill_update}"
         args.run_dir = f"runs/tatc/{Path(args.env).stem}/{variant}/seed{args.seed}"

@@ -877,18 +877,21 @@ def test_clipped_update_first_gradient_is_the_policy_gradient(monkeypatch):
     with torch.no_grad():
         value = torch.stack([networks["v_low"](rows[0][n, t], torch.cat([omega[rows[2][n]], torch.tensor([1 - t / 20])]))[0]
                              for n, t in itertools.product(range(6), range(20))]).reshape(6, 20)
-    advantage = torch.zeros(6, 20)
-    for n, t in itertools.product(range(6), range(20)):
-        for k in range(t, 20):  # generalised advantage: discounted sum of temporal-difference errors
-            error = rewards[n, k] + (0.97 * value[n, k + 1] if k < 19 else 0.0) - value[n, k]
-            advantage[n, t] += (0.97 * 0.9) ** (k - t) * error
+    last = [5, -1, 19, 19, 19, 19]  # ant 0 falls in step 5, ant 1 lies on its back from the beginning
+    fallen = torch.tensor([[t > last[n] and n < 2 for t in range(21)] for n in range(6)])
+    steps = [(n, t) for n in range(6) for t in range(last[n] + 1)]
+    advantage = torch.zeros(len(steps))
+    for i, (n, t) in enumerate(steps):
+        for k in range(t, last[n] + 1):  # generalised advantage: discounted sum of temporal-difference errors
+            error = rewards[n, k] + (0.97 * value[n, k + 1] if k < last[n] else 0.0) - value[n, k]
+            advantage[i] += (0.97 * 0.9) ** (k - t) * error
     advantage = (advantage - advantage.mean()) / advantage.std()
-    for n, t in itertools.product(range(6), range(20)):
+    for i, (n, t) in enumerate(steps):
         log_pi = pi(rows[0][n, t], omega[rows[2][n]]).reshape(8, 5).log_softmax(-1)
-        expected.append(-sum(log_pi[head, rows[1][n, t, head]] for head in range(8)) * advantage[n, t])
+        expected.append(-sum(log_pi[head, rows[1][n, t, head]] for head in range(8)) * advantage[i])
     expected = torch.autograd.grad(torch.stack(expected).mean(), pi.middle.weight)[0]
     optimizer = tatc.make_optimizers(args, networks)["low"]
-    tatc.clipped_low_update(args, networks, optimizer, omega, tatc.flatten_trajectories(rows[0][:, :-1], *rows[1:]), rewards, rng)
+    tatc.clipped_low_update(args, networks, optimizer, omega, tatc.flatten_trajectories(rows[0][:, :-1], *rows[1:]), rewards, fallen, rng)
     assert torch.allclose(pi.middle.weight.grad, expected, rtol=1e-3, atol=1e-6) and expected.abs().max() > 0
 
 
