@@ -164,6 +164,8 @@ def method_name(run_args):
         name += f" gap={run_args['pair_gap']}" if run_args.get("pair_gap", 10) != 10 else ""
         vanilla = run_args.get("skill_update") == "a2c"  # with the paper's Eq. 3
         name += f" floor={run_args['step_floor']:g}" if run_args.get("step_floor", 1 - vanilla) != 1 - vanilla else ""
+        cost = 0 if vanilla else 20
+        name += f" fall={run_args['fall_cost']:g}" if run_args.get("fall_cost", cost) != cost else ""
         name += " a2c" if vanilla else ""
     return name
 

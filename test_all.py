@@ -799,6 +799,7 @@ def test_bad_arguments_give_one_line_and_lose_nothing(tmp_path, monkeypatch, cap
         (("--env", maze, "--skill-length", 7, "--episode-length", 20), "a positive multiple of --skill-length 7"),
         (("--env", maze, "--skills-per-update", 4, "--skill-length", 6, "--episode-length", 18), "a divisor of L = 3"),
         (("--env", maze, "--skill-length", 6, "--pair-gap", 4), "a divisor of --skill-length 6"),
+        (("--env", maze, "--fall-cost", 5), "it is for ants and --skill-update clipped, use 0"),
         (("--env", maze, "--reset-prob", 1.5), "--reset-prob is 1.5"),
         (("--env", maze, "--dim", 1), "--dim is 1"),
         (("--env", maze, "--beta", "nan"), "--beta is nan"),
@@ -946,6 +947,23 @@ def test_clipped_update_moves_every_network(monkeypatch):
         first, last = (networks["phi"](torch.as_tensor(batch[0][0, t, ant])) for t in (0, -1))
         value = networks["v_hi"](torch.as_tensor(batch[0][0, 0, ant]), torch.ones(1)).squeeze()
         assert torch.allclose(returns[n], (first - last).norm(), rtol=1e-4) and torch.allclose(advantage[n], returns[n] - value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_fall_is_paid_once_and_ends_the_lesson(monkeypatch):
+    """D11: -20 for the step that ends on the back, nothing learned from the steps that begin there, even if the ant rolls over."""
+    args, env, networks, omega = ant_setup()
+    rng, walkers = np.random.default_rng(0), np.zeros(6, dtype=bool)
+    batch = tatc.rollout(args, env, networks, omega, walkers, rng)
+    batch[0][0, 7:11, 2, 3:7] = 0, 1, 0, 0  # upside down after the steps 6 to 9
+    seen = []
+    monkeypatch.setattr(tatc, "clipped_low_update", lambda *rest: seen.append(rest[5:7]) or {})
+    for cost in (20.0, 0.0):
+        args.fall_cost = cost
+        tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, None, walkers, rng)
+    (paid, fallen), (plain, nobody) = seen
+    assert fallen.nonzero().tolist() == [[2, t] for t in range(7, 21)] and not nobody.any()
+    assert (paid[2, 6:] == -20).all() and (plain.abs() <= 1).all()
+    assert (paid == -20).sum() == 14
 
 
 def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
