@@ -60,7 +60,7 @@ import gridworld
 DCO_GRID = dict(f_updates=3000, f_batch_size=1024, policy_updates=5000, batch_size=512, tau=0.01, hidden=(64, 64), skill_length=100)
 DCO_ANT = dict(f_updates=30000, f_batch_size=128, policy_updates=50000, batch_size=64, tau=0.001, hidden=(400, 300), skill_length=200)
 DIAYN_GRID = dict(updates=20000, updates_per_step=1, hidden=(128, 128), skill_length=30)
-DIAYN_ANT = dict(updates=94000, updates_per_step=4, hidden=(300, 300), skill_length=200, episode_length=1000)
+DIAYN_ANT = dict(updates=94000, updates_per_step=2, hidden=(300, 300), skill_length=200, episode_length=1000)
 EPISODE = {"umaze": 90, "tmaze": 40, "4rooms": 60}  # TATC's K
 
 

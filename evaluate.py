@@ -1000,7 +1000,7 @@ class Skills:
     """seed of the high level and its ants; the rows' seed is 100 times the run's plus this"""
     num_skills: int = 8
     """skills that the run must have"""
-    episodes: int = 2000
+    episodes: int = 1600
     """training episodes"""
     batch: int = 8
     """episodes per update, side by side"""
@@ -1789,7 +1789,7 @@ def plan_commands(args):
         if experiment == "skills":
             runs = tatc("antmaze1", few_seeds)
             runs += train("baselines_dco_diayn.py dco", "antmaze1", "uniform", few_seeds, 55)
-            runs += train("baselines_dco_diayn.py diayn", "antmaze1", "s0", few_seeds, 75)
+            runs += train("baselines_dco_diayn.py diayn", "antmaze1", "s0", few_seeds, 40)
             for source in [f"--run {run}" for run in runs] + ["--floor actions", "--floor skills"]:
                 for seed in all_seeds:
                     add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv", 7)

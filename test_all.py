@@ -2380,8 +2380,8 @@ def baselines_benchmark(rounds=12, repeats=8):
     timed = {
         "DDPG, bare": bare_ddpg,
         "DDPG, ours": lambda: baselines.update_option(dco, nets, targets, optimizers, dataset, rng),
-        "DIAYN x 4, bare": bare_diayn,
-        "DIAYN x 4, ours": lambda: baselines.update(diayn, sac, sac_targets, sac_optimizers, replay, False, rng),
+        "DIAYN, bare": bare_diayn,
+        "DIAYN, ours": lambda: baselines.update(diayn, sac, sac_targets, sac_optimizers, replay, False, rng),
         "f": lambda: baselines.update_f(dco, nets["f"], optimizers["f"], walks, rng),
         "32 ants: act": lambda: baselines.act(sac["policy"], env.obs, np.zeros(32, int), 8, False, rng),
         "32 ants: move": lambda: env.move(rng.uniform(-1, 1, (32, 8))),
@@ -2396,12 +2396,14 @@ def baselines_benchmark(rounds=12, repeats=8):
             best[name] = min(best.get(name, np.inf), (time.process_time() - begin) / repeats * 1000)
     for name, value in best.items():
         print(f"{name}: {value:.2f} ms")
-    for name in ("DDPG", "DIAYN x 4"):
+    for name in ("DDPG", "DIAYN"):
         print(f"{name}: {best[name + ', bare'] / best[name + ', ours']:.2f} of the bare speed")
+    rows = [("baselines_speed", name, "antmaze1", 0, 0, "cpu_ms", value) for name, value in best.items()]
+    evaluate.add_results(ROOT / "results" / "baselines_speed.csv", rows)
 
 
 def baselines_pendulum(steps=6000, seed=0):
-    """SAC of DIAYN on Gymnasium's Pendulum-v1 with its own reward; prints the mean return of 200-step episodes.
+    """SAC of DIAYN on Gymnasium's Pendulum-v1 with its own reward: returns of the 200-step episodes, rows to results/sac_pendulum.csv.
 
     Stable-Baselines3's zoo reports -156 +- 87 over 150 episodes for its SAC.
     """
@@ -2435,7 +2437,8 @@ def baselines_pendulum(steps=6000, seed=0):
             code[:, 0] = 1
             noise = torch.as_tensor(rng.standard_normal((2, args.batch_size, 1), dtype=np.float32))
             baselines.update_sac(args, networks, targets, optimizers, o, a[:, :1], n, a[:, 1], code, noise)
-    return returns
+    rows = [("sac_pendulum", "SAC", "Pendulum-v1", seed, 200 * (i + 1), "return", value) for i, value in enumerate(returns)]
+    evaluate.add_results(ROOT / "results" / "sac_pendulum.csv", rows)
 
 
 if __name__ == "__main__":
