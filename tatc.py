@@ -18,7 +18,8 @@ D7  An ant that lies on its back when an episode begins starts at s0.
 D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
 D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
 D10 On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
-D11 An ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill (--fall-cost 0).
+D11 After 2000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill
+    (--fall-cost 0 is the paper's).
 """
 
 import csv
@@ -68,7 +69,7 @@ class Args:
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
     updates: Optional[int] = None
-    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); 7000, AntMaze-1 2000, other ant mazes 3000"""
+    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); 7000, AntMaze-1 2500, other ant mazes 3000"""
     prior: Literal["s0", "uniform"] = "s0"
     """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
     beta: float = 0.2
@@ -83,6 +84,8 @@ class Args:
     """what is added to the length of a step in Eq. 3, in mean lengths (paper: 0)"""
     fall_cost: Optional[float] = None
     """what falling on its back costs an ant in the clipped update (paper: nothing; 0: steps on the back count like others)"""
+    fall_after: int = 2000
+    """updates before falls cost anything: skills have to be fast first"""
     dim: int = 2
     """d, dimension of phi"""
     num_directions: int = 8
@@ -184,9 +187,9 @@ def make_optimizers(args, networks):
     """RMSprop for everything; with the clipped update, Adam for each policy and its critic."""
     if args.skill_update == "a2c":
         return {"main": torch.optim.RMSprop(networks.parameters(), lr=args.learning_rate, foreach=True)}
-    policies = {level: [{"params": networks[f"{part}_{level}"].parameters()} for part in ("pi", "v")] for level in ("low", "hi")}
+    policies = {level: [*networks[f"pi_{level}"].parameters(), *networks[f"v_{level}"].parameters()] for level in ("low", "hi")}
     return {"main": torch.optim.RMSprop(networks["phi"].parameters(), lr=args.learning_rate, foreach=True)} | {
-        level: torch.optim.Adam(groups, lr=args.clipped_learning_rate, fused=True) for level, groups in policies.items()}
+        level: torch.optim.Adam(parameters, lr=args.clipped_learning_rate, fused=True) for level, parameters in policies.items()}
 
 
 def make_directions(args):
@@ -359,8 +362,7 @@ def clipped_steps(optimizer, outputs, advantage, returns, entropy_coef, batches)
         value_loss = (returns[index] - value).square().mean()
         optimizer.zero_grad()
         (policy_loss + 0.5 * value_loss).backward()
-        for group in optimizer.param_groups:  # apart: a large error of the critic must not shrink the policy's step
-            nn.utils.clip_grad_norm_(group["params"], 0.5)
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
         optimizer.step()
     return {"policy": policy_loss.detach(), "value": value_loss.detach(), "entropy": entropy.mean().detach()}
 
@@ -394,7 +396,7 @@ def high_level_outputs(networks, obs, choice):
     return log_prob, entropy, networks["v_hi"](obs, time_left).squeeze(-1)
 
 
-def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
+def update(args, networks, optimizers, omega, batch, episode, random_walk, rng, fall_cost=0.0):
     """Algorithm 1, lines 15-16. The policies' rewards use phi from before its update, so one backward pass serves all losses.
 
     batch: obs, actions, skills of `rollout`. episode: (obs [L, N, ...] where each skill began, final obs [N, ...], skills [L, N])
@@ -428,9 +430,9 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng):
         rows = flatten_trajectories(tau[:, :-1], tau_actions, tau_skill)
         if args.skill_update == "clipped":
             fallen = torch.zeros(tau.shape[:2], dtype=torch.bool, device=device)
-            if args.fall_cost:  # D11
+            if fall_cost:  # D11
                 fallen = antmaze.on_back(tau).cumsum(1) > 0
-            paid = torch.where(fallen[:, 1:], -args.fall_cost, reward)
+            paid = torch.where(fallen[:, 1:], -fall_cost, reward)
             terms = clipped_low_update(args, networks, optimizers["low"], omega, rows, paid, fallen, rng)
         else:
             outputs, returns = low_level_outputs(networks, omega, *rows), discounted_returns(reward, 1.0).reshape(-1)
@@ -526,7 +528,7 @@ def resolve(args):
     env, world = make_env(args)
     defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
     if args.env == "antmaze1":
-        defaults["updates"] = 2000  # converges sooner
+        defaults["updates"] = 2500  # converges sooner
     if world is antmaze and args.skill_update == "a2c":
         defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0, fall_cost=0.0)  # the paper's, for the paper's update
     for name, value in defaults.items():
@@ -675,7 +677,8 @@ def train(args):
         choices.extend(skills)
         complete = len(began) == skills_per_episode
         episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if complete else None
-        info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, rng)
+        fall_cost = args.fall_cost if number > args.fall_after else 0.0
+        info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, rng, fall_cost)
         if complete:
             began, choices = [], []
 

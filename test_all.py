@@ -958,8 +958,7 @@ def test_a_fall_is_paid_once_and_ends_the_lesson(monkeypatch):
     seen = []
     monkeypatch.setattr(tatc, "clipped_low_update", lambda *rest: seen.append(rest[5:7]) or {})
     for cost in (20.0, 0.0):
-        args.fall_cost = cost
-        tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, None, walkers, rng)
+        tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, None, walkers, rng, cost)
     (paid, fallen), (plain, nobody) = seen
     assert fallen.nonzero().tolist() == [[2, t] for t in range(7, 21)] and not nobody.any()
     assert (paid[2, 6:] == -20).all() and (plain.abs() <= 1).all()
