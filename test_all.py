@@ -967,8 +967,11 @@ def test_a_fall_is_paid_once_and_ends_the_lesson(monkeypatch):
 
 def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(tatc, "ant_scores", functools.partial(tatc.ant_scores, tries=4, steps=20))
-    settings = dict(env="antmaze2", num_envs=4, hidden=16, skill_length=10, episode_length=20, log_every=2, checkpoint_every=3)
+    real, costs = tatc.update, []
+    monkeypatch.setattr(tatc, "update", lambda *rest: costs.append(rest[-1]) or real(*rest))
+    settings = dict(env="antmaze2", num_envs=4, hidden=16, skill_length=10, episode_length=20, fall_after=2, log_every=2, checkpoint_every=3)
     whole = tatc_run(tmp_path, "whole", updates=5, **settings)
+    assert costs == [0, 0, 20, 20, 20]
     tatc_run(tmp_path, "parts", updates=3, **settings)  # stops in the middle of an episode and of a log interval
     parts = tatc_run(tmp_path, "parts", updates=5, resume=True, **settings)
     weights = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts)]
