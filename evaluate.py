@@ -1788,11 +1788,11 @@ def plan_commands(args):
                     add("evaluate", f"evaluate.py shaping {source} --resume --results {args.results_dir}/antmaze_shaping.csv", 35)
         if experiment == "skills":
             runs = tatc("antmaze1", few_seeds)
-            runs += train("baselines_dco_diayn.py dco", "antmaze1", "uniform", few_seeds, 55)
+            runs += train("baselines_dco_diayn.py dco", "antmaze1", "uniform", few_seeds, 50)
             runs += train("baselines_dco_diayn.py diayn", "antmaze1", "s0", few_seeds, 40)
             for source in [f"--run {run}" for run in runs] + ["--floor actions", "--floor skills"]:
                 for seed in all_seeds:
-                    add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv", 7)
+                    add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv", 2.5)
     add("figures", f"evaluate.py figures --results-dir {args.results_dir}", 1)
     order = ("train", "evaluate", "figures")
     lines = [(stage, command, minutes) for (stage, command), minutes in lines.items() if args.stage in (None, stage)]
