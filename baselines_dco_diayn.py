@@ -12,7 +12,8 @@ checkpoint.pt["skills"] is all that running the skills takes; `skill_actions` an
               "tanh_gaussian"  out [16] = mean, log std (clipped to -5..2) -> tanh(mean + std * noise)  DIAYN, ants
               "argmax"         out [4] -> the best of four moves                                  DCO, gridworlds
               "softmax"        out [4] -> a move drawn from these logits                          DIAYN, gridworlds
-    weights   a list of [k or 1, in, out] and biases of [k or 1, out], one per layer; 1 means shared by all skills. Skill z:
+    weights   a list of [k or 1, in, out] and biases of [k or 1, out], one per layer; 1 means shared by all skills (the committed
+              checkpoints in results/ hold them in half precision). Skill z:
               x = (obs * obs_scale) @ weights[0][z] + biases[0][z], then for each further layer x = relu(x) @ weights[i][z] + biases[i][z]
     DCO also  f_weights, f_biases: f in the same form, out [1]; threshold [k] and percentile: option z may start where
               f_z(s) > threshold[z] and ends where f_z(s) <= threshold[z]. DIAYN's skills start anywhere and never end.
@@ -259,7 +260,7 @@ def stacked_layers(weight_obs, bias, linears):
 def stacked_output(weights, biases, obs, z):
     """Output [n, out] of the network of skill z at obs [n, in], already scaled, or state indices [n]."""
     for i, (weight, bias) in enumerate(zip(weights, biases)):
-        weight, bias = weight[z % len(weight)], bias[z % len(bias)]  # a single one is shared
+        weight, bias = weight[z % len(weight)].float(), bias[z % len(bias)].float()  # a single one is shared
         if i == 0:
             x = obs @ weight + bias if obs.is_floating_point() else weight[obs] + bias
         else:

@@ -509,7 +509,11 @@ def collect_scores(args):
             write_atomically(copy, lambda file: file.write((run / "phi.npz").read_bytes()))
         if ant:
             checkpoint, _ = load_run(run)
-            slim = {key: checkpoint[key] for key in ("script", "args", "update", "networks", "phi", "skills") if key in checkpoint}
+            keep = ("skills",) if checkpoint.get("skills") else ("networks", "phi")
+            slim = {key: checkpoint[key] for key in ("script", "args", "update", *keep) if key in checkpoint}
+            if "skills" in slim:  # eight networks of DCO are 9 MB; a file to commit takes half
+                slim["skills"] = {key: [layer.half() for layer in value] if isinstance(value, list) else value
+                                  for key, value in slim["skills"].items()}
             copy = parent / "checkpoints" / f"{name}.pt"
             copy.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(copy, lambda file: torch.save(slim, file))
@@ -1058,7 +1062,7 @@ class FrozenSkills:
             self.f = self.layers(entry, "f_weights", "f_biases")
 
     def layers(self, entry, weights, biases):
-        found = [(weight.numpy(), bias.numpy()) for weight, bias in zip(entry[weights], entry[biases], strict=True)]
+        found = [(weight.float().numpy(), bias.float().numpy()) for weight, bias in zip(entry[weights], entry[biases], strict=True)]
         if any(len(array) not in (1, self.num_skills) for layer in found for array in layer):
             raise UsageError(f"the checkpoint's skills are damaged: layers of other than {self.num_skills} skills")
         return found
