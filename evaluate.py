@@ -1603,9 +1603,9 @@ def antmaze_figures(results_dir):
         tables["shaping"] = table_of(columns)
     rows = read_results(results_dir / "antmaze_skills.csv")
     names = {"success": "success rate", "return": "return"}
-    panels = [(smooth(curves_of(rows, "skills", metric)), label, (0, None)) for metric, label in names.items()]
+    panels = [(curves_of(rows, "skills", metric), label, (0, None)) for metric, label in names.items()]
     draw_curves(results_dir / "figures" / "antmaze_skills.png", panels, "episodes",
-                "A new high-level policy over frozen skills, sparse reward, smoothed by 0.9.\n"
+                "A new high-level policy over frozen skills, sparse reward; a point is the mean of 80 episodes.\n"
                 "The paper: TATC's skills quickly solve the task, DCO's and DIAYN's do not.")
     names = {("skills", "success"): "success rate", ("skills", "return"): "return",
              ("skills-cells", "cells"): "cells of 48 skills from s0", ("skills-cells", "cells_passed_on"): "cells, state passed on"}
