@@ -1069,16 +1069,18 @@ class FrozenSkills:
 
     def outputs(self, layers, obs, skill):
         """Output [n, out] of the networks of skill [n] at obs [n, 29]."""
+        if any(len(weight) > 1 for weight, _ in layers):  # a network per skill
+            out = np.empty((len(obs), layers[-1][0].shape[2]), np.float32)
+            for z in np.unique(skill):
+                mine = skill == z
+                out[mine] = self.forward([(weight[z % len(weight)], bias[z % len(bias)]) for weight, bias in layers], obs[mine])
+            return out
+        return self.forward([(weight[0], bias[skill if len(bias) > 1 else 0]) for weight, bias in layers], obs)
+
+    def forward(self, layers, obs):
         x = obs * self.scale
         for i, (weight, bias) in enumerate(layers):
-            x = x if i == 0 else self.activation(x)
-            if len(weight) == 1:
-                x = x @ weight[0]
-            else:
-                inputs, x = x, np.empty((len(x), weight.shape[2]), np.float32)
-                for z in np.unique(skill):
-                    x[skill == z] = inputs[skill == z] @ weight[z]
-            x = x + bias[skill if len(bias) > 1 else 0]
+            x = (self.activation(x) if i else x) @ weight + bias
         return x
 
     def act(self, obs, skill, rng):
