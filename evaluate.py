@@ -166,6 +166,7 @@ def method_name(run_args):
         name += f" floor={run_args['step_floor']:g}" if run_args.get("step_floor", 1 - vanilla) != 1 - vanilla else ""
         cost = 0 if vanilla else 20
         name += f" fall={run_args['fall_cost']:g}" if run_args.get("fall_cost", cost) != cost else ""
+        name += f" fall_after={run_args['fall_after']}" if run_args.get("fall_after", 2000) != 2000 else ""
         name += " a2c" if vanilla else ""
     return name
 
@@ -1078,6 +1079,7 @@ class FrozenSkills:
         return self.forward([(weight[0], bias[skill if len(bias) > 1 else 0]) for weight, bias in layers], obs)
 
     def forward(self, layers, obs):
+        """Output [n, out] at obs [n, 29] of one network, or of one with a first bias [n, hidden] of each row's skill."""
         x = obs * self.scale
         for i, (weight, bias) in enumerate(layers):
             x = (self.activation(x) if i else x) @ weight + bias
@@ -1798,7 +1800,8 @@ def plan_commands(args):
             runs += train("baselines_dco_diayn.py diayn", "antmaze1", "s0", few_seeds, 40)
             for source in [f"--run {run}" for run in runs] + ["--floor actions", "--floor skills"]:
                 for seed in all_seeds:
-                    add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv", 2.5)
+                    add("evaluate", f"evaluate.py skills {source} --seed {seed} --resume --results {args.results_dir}/antmaze_skills.csv",
+                        4.5 if "dco" in source else 2.5)
     add("figures", f"evaluate.py figures --results-dir {args.results_dir}", 1)
     order = ("train", "evaluate", "figures")
     lines = [(stage, command, minutes) for (stage, command), minutes in lines.items() if args.stage in (None, stage)]

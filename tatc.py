@@ -573,6 +573,8 @@ def resolve(args):
             variant += f"-floor{args.step_floor:g}"
         if args.fall_cost != defaults["fall_cost"]:
             variant += f"-fall{args.fall_cost:g}"
+        if args.fall_after != Args.fall_after:
+            variant += f"-after{args.fall_after}"
         if args.skill_update != defaults["skill_update"]:
             variant += f"-{args.skill_update}"
         args.run_dir = f"runs/tatc/{Path(args.env).stem}/{variant}/seed{args.seed}"

@@ -1427,6 +1427,7 @@ def test_evaluate_method_names():
     assert evaluate.method_name(dict(script="laprep", prior="uniform", dim=11, objective="allo")) == "Lap-rep uniform d=11 allo"
     assert evaluate.method_name(dict(script="tatc", env="antmaze1", low_entropy_coef=0.1, skill_update="a2c", pair_gap=10)) == "TATC a2c"
     assert evaluate.method_name(dict(script="tatc", env="antmaze1", skill_update="clipped", pair_gap=1)) == "TATC gap=1"
+    assert evaluate.method_name(dict(script="tatc", env="antmaze1", fall_cost=5, fall_after=0)) == "TATC fall=5 fall_after=0"
     assert len(set(evaluate.COLOURS.values())) == len(evaluate.COLOURS) == 12
 
 
@@ -1749,8 +1750,8 @@ def test_shaping_and_skills_refuse_bad_input(tmp_path, monkeypatch, capsys):
 
 
 # -------------------------------------------------------------------------------------------------------- baselines
-BASELINES_DCO = dict(num_skills=2, samples=4000, f_updates=400, f_batch_size=256, f_hidden=32, policy_updates=400, hidden=(32, 32), batch_size=64, tau=0.05,
-                     f_learning_rate=3e-3, num_envs=8, episode_length=20, skill_length=20, log_every=40, checkpoint_every=60)
+BASELINES_DCO = dict(num_skills=2, samples=4000, f_updates=400, f_batch_size=256, f_hidden=32, policy_updates=400, hidden=(32, 32),
+                     batch_size=64, tau=0.05, f_learning_rate=3e-3, num_envs=8, episode_length=20, skill_length=20, log_every=40, checkpoint_every=60)
 BASELINES_ANT = dict(env="antmaze1", num_envs=4, samples=200, episode_length=10, f_updates=4, policy_updates=4, f_hidden=8, hidden=(8, 6), skill_length=3)
 
 
