@@ -243,8 +243,9 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
     # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block, height,
     # quaternion and joint angles as they are, velocities to order 1.
     obs_scale = np.array([0.6 / BLOCK] * 2 + [1] * 13 + [0.5] * 3 + [0.3] * 3 + [0.2] * 8, np.float32)
-    # The same for a representation, which sees the full state but posture and velocities at a fiftieth: where the ant is counts most.
-    phi_scale = obs_scale * np.array([1] * 2 + [0.02] * 27, np.float32)
+    # A representation sees the full state too, x, y at four times that scale and the rest at a fiftieth of it: where the ant is counts
+    # most, and corridors side by side in the plane have to come apart.
+    phi_scale = obs_scale * np.array([4] * 2 + [0.02] * 27, np.float32)
 
     def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False, frame_skip=5, timestep=0.02,
                  integrator="implicitfast", max_episode_steps=1000, start="s0", render_mode=None):

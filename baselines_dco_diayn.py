@@ -33,7 +33,7 @@ B6  SAC has two critics and no value network (Haarnoja et al. 2018b); DIAYN's au
 B7  N agents step together, then --updates-per-step gradient steps follow (the authors: one per environment step), because N = 32
     would be 3 million of them. Two suffice on AntMaze-1: the discriminator is right in 99 % of the states after 130,000 of 3 million
     steps. Episodes of different agents end at different times, all at s0 again: no ant stays on its back.
-B8  On the ants f sees posture and velocities at a fiftieth of the policies' scale, as TATC's phi and Lap-rep's do (antmaze.py).
+B8  On the ants f sees x, y at four times and the rest at a fiftieth of the policies' scale, as TATC's phi and Lap-rep's do (antmaze.py).
 B9  Random walks use the ants' 5 torque values, as TATC's and Lap-rep's do; the options' and skills' own torques are continuous.
 """
 

@@ -838,6 +838,10 @@ class Sac:
         if last or terminated.any():
             env.place(terminated | last, "s0")
         due = int(args.update_ratio * (self.moves * args.num_envs - self.begin_updates)) - self.updates
+        if due > 0 and self.updates == 0:  # Adam's small steps would take 20,000 updates to the size of the values
+            mean = self.replay.rewards[self.replay.usable].mean() / max(1 - args.gamma, 1 / args.horizon)
+            for name in ("critics", "targets"):
+                nn.init.constant_(self.networks[name].biases[-1], mean)
         if due > 0:
             batches = zip(*(part.split(args.batch_size) for part in self.replay.sample(due * args.batch_size, self.rng)))
             for batch in batches:

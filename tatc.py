@@ -12,8 +12,8 @@ D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N traj
 D3  What the paper leaves open: the critics are separate networks of the policies' shape that also see the time left.
 D4  The entropy coefficient of pi_low is 1 on the gridworlds (paper: 0.1, against returns that are sums of c rewards).
 D5  On the ants both policies learn by several passes over their data with a clipped ratio (--skill-update a2c is the paper's).
-D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees posture
-    and velocities at a fiftieth of the policies' scale (antmaze.py, phi_scale).
+D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees x, y
+    at four times and everything else at a fiftieth of the policies' scale (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
 D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
 D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
