@@ -1751,10 +1751,10 @@ def plan_commands(args):
 
     def tatc(env, seeds=all_seeds):
         ant = env in antmaze.MAZES
-        return train("tatc.py", env, "s0", seeds, 25 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
+        return train("tatc.py", env, "s0", seeds, 28 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
 
     def lap(env, prior, dim, seeds=all_seeds):
-        return train(f"laprep.py --prior {prior} --dim {dim}", env, f"{prior}-d{dim}", seeds, 1.7, "laprep.csv")
+        return train(f"laprep.py --prior {prior} --dim {dim}", env, f"{prior}-d{dim}", seeds, 2.6 if env in antmaze.MAZES else 1.7, "laprep.csv")
 
     for experiment in args.experiment:
         if experiment == "gridworld":
@@ -1789,7 +1789,7 @@ def plan_commands(args):
         if experiment == "antmaze":
             for env in antmaze.MAZES:
                 tatc(env, few_seeds)
-            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 25, "antmaze_tatc.csv")
+            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 28, "antmaze_tatc.csv")
             train("tatc.py --skill-update a2c", "antmaze1", "s0-a2c", few_seeds, 20, "antmaze_tatc.csv")
         if experiment == "shaping":
             for env in antmaze.MAZES:

@@ -55,7 +55,7 @@ PAPER = {
 GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
             step_floor=0.0, fall_cost=0.0, updates=7000)
 ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
-           step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
+           step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=4000)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Args:
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
     updates: Optional[int] = None
-    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); 7000, AntMaze-1 2500, other ant mazes 3000"""
+    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); default 7000, ants 4000"""
     prior: Literal["s0", "uniform"] = "s0"
     """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
     beta: float = 0.2
@@ -527,8 +527,6 @@ def resolve(args):
         raise UsageError(f"--dim is {args.dim}; directional skills need at least 2")
     env, world = make_env(args)
     defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
-    if args.env == "antmaze1":
-        defaults["updates"] = 2500  # converges sooner
     if world is antmaze and args.skill_update == "a2c":
         defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0, fall_cost=0.0)  # the paper's, for the paper's update
     for name, value in defaults.items():

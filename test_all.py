@@ -2271,6 +2271,46 @@ def benchmark(updates=60):
     evaluate.add_results(ROOT / "results" / "gridworld_speed.csv", rows)
 
 
+def ants_benchmark(rounds=9):
+    """TATC's whole loop on AntMaze-1 against mujoco.batch alone on the same model, random torques: blocks in turn, CPU seconds."""
+    torch.set_num_threads(1)
+    args = tatc.Args(env="antmaze1", run_dir="unused")
+    env, _ = tatc.resolve(args)
+    rng = np.random.default_rng(0)
+    omega = torch.as_tensor(tatc.make_directions(args))
+    networks = tatc.make_networks(args, env)
+    optimizers = tatc.make_optimizers(args, networks)
+    skills_per_episode = args.episode_length // args.skill_length
+    step = antmaze.bare_loop(env.model, args.num_envs, 1, 0)[0]
+    torques = rng.integers(0, 5, (args.skill_length, args.num_envs, 8)) / 2 - 1
+
+    def ours():
+        began, choices = [], []
+        random_walk = tatc.start_episodes(args, env, rng)
+        for number in range(1, skills_per_episode + 1):
+            obs, actions, skills = tatc.rollout(args, env, networks, omega, random_walk, rng)
+            began.extend(obs[:, 0])
+            choices.extend(skills)
+            episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if number == skills_per_episode else None
+            tatc.update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, rng, args.fall_cost)
+
+    def bare():
+        for torque in np.concatenate([torques] * skills_per_episode):
+            step(torque)
+
+    speeds = {"tatc.py, whole loop": [], "mujoco.batch, same model": []}
+    for _ in range(rounds):
+        for (name, values), function in zip(speeds.items(), (ours, bare)):
+            begin = time.process_time()
+            function()
+            values.append(args.num_envs * args.episode_length / (time.process_time() - begin))
+    for number, ratio in enumerate(np.divide(*speeds.values())):
+        print(f"block {number}: {ratio:.2f} of the bare simulator's speed")
+    rows = [("antmaze_training_speed", name, "antmaze1", number, 0, "cpu_steps_per_second", value)
+            for name, values in speeds.items() for number, value in enumerate(values)]
+    evaluate.add_results(ROOT / "results" / "antmaze_training_speed.csv", rows)
+
+
 def naive_laprep_update(env, d=2, n=128):
     """A straightforward port of Wu's loop: replay in Python lists, one-hot batches, three passes through 3x256 ReLU."""
     episodes = []
@@ -2445,6 +2485,7 @@ def baselines_pendulum(steps=6000, seed=0):
 
 
 if __name__ == "__main__":
-    benchmarks = {"tatc": benchmark, "laprep": laprep_benchmark, "baselines": baselines_benchmark, "pendulum": baselines_pendulum}
+    benchmarks = {"tatc": benchmark, "ants": ants_benchmark, "laprep": laprep_benchmark, "baselines": baselines_benchmark,
+                  "pendulum": baselines_pendulum}
     for name in sys.argv[1:] or ("tatc", "laprep", "baselines"):
         benchmarks[name]()
