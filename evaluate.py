@@ -1487,8 +1487,8 @@ def antmaze_representations(results_dir):
     for row in rows:
         if row["metric"] == "far_end_steps":
             row["value"] = str(float(row["value"]) / 1e6)
-    scores = {"spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "coverage": "coverage", "far": "far",
-              "far_end_steps": "million steps to the far end", "skills_travel": "positions where a skill travels 3 units",
+    scores = {"updates": "updates", "spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "coverage": "coverage",
+              "far": "far", "far_end_steps": "million steps to the far end", "skills_travel": "positions where a skill travels 3 units",
               "skills_used": "skills that do", "reaches_end": "at the far end in 1000 steps"}
     methods = {"TATC": "full", "TATC boredom=0": "beta' = 0", "TATC a2c": "vanilla A2C", "TATC gap=1": "pairs one step apart"}
     return {"antmaze": spread_table(rows, "maze", [(f"{env}: {label}", method, env) for env in antmaze.MAZES
@@ -1526,6 +1526,14 @@ def antmaze_tables(results_dir):
         lines.append(f"\nMedian [min, max] of {len(faster)} runs. 64 ants on two threads: {np.median(faster):.2f} "
                      f"[{min(faster):.2f}, {max(faster):.2f}] times the wall-clock speed of one.")
         tables["antmaze-speed"] = "\n".join(lines)
+    rows = read_results(results_dir / "antmaze_training_speed.csv")
+    if rows:
+        speed = {name: np.array([float(row["value"]) for row in rows if row["method"] == name])
+                 for name in ("tatc.py, whole loop", "mujoco.batch, same model")}
+        ratios = np.divide(*speed.values())
+        tables["antmaze-training-speed"] = (
+            f"The whole training loop runs at {np.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}] of the speed of mujoco.batch "
+            f"alone on the same model (median [range] of {len(ratios)} blocks in turn, CPU time, one core).")
     rows = read_results(results_dir / "antmaze_trials.csv")
     if rows:
         entries = dict.fromkeys((row["method"], row["env"]) for row in rows)
