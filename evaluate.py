@@ -524,7 +524,8 @@ def collect_scores(args):
 
 # ==================================================================================== shaping: SAC on distances in phi
 # What the paper leaves open: observations are scaled by antmaze's fixed constants; all ants begin and end their episodes together; an
-# ant on its back stays there until its episode ends; one whose physics diverged goes on from s0, and that step is not learned from.
+# ant on its back stays there until its episode ends; one whose physics diverged goes on from s0, and that step is not learned from; the
+# critics begin at the value of the warm-up's mean reward for ever.
 @dataclass
 class Shaping:
     """SAC on batched ants, rewarded by the distance to the goal in a learned phi (or in the plane, or by success alone)."""
@@ -838,10 +839,10 @@ class Sac:
         if last or terminated.any():
             env.place(terminated | last, "s0")
         due = int(args.update_ratio * (self.moves * args.num_envs - self.begin_updates)) - self.updates
-        if due > 0 and self.updates == 0:  # Adam's small steps would take 20,000 updates to the size of the values
-            mean = self.replay.rewards[self.replay.usable].mean() / max(1 - args.gamma, 1 / args.horizon)
+        if due > 0 and self.updates == 0:  # the critics need not climb to values of -1000 in steps of 1e-4
+            value = self.replay.rewards[self.replay.usable].mean() / max(1 - args.gamma, 1 / args.horizon)
             for name in ("critics", "targets"):
-                nn.init.constant_(self.networks[name].biases[-1], mean)
+                nn.init.constant_(self.networks[name].biases[-1], value)
         if due > 0:
             batches = zip(*(part.split(args.batch_size) for part in self.replay.sample(due * args.batch_size, self.rng)))
             for batch in batches:

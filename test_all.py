@@ -1643,6 +1643,19 @@ def test_shaping_success_ends_only_when_asked(tmp_path):
         assert moved != ends and not usable[10].any()  # row 10 holds the final states
 
 
+def test_shaping_critics_begin_at_the_value_of_the_warmup(monkeypatch):
+    monkeypatch.setattr(evaluate, "sac_update", lambda *_: None)
+    agent = evaluate.Sac(args := evaluate.Shaping(reward="xy", seed=0, **SHAPING_SMALL), *evaluate.prepare_shaping(args)[:3])
+    while not agent.updates:
+        before = agent.networks["critics"].biases[-1].clone()
+        agent.step()
+    replay = agent.replay
+    mean = np.mean([replay.rewards[t, n] for t in range(replay.filled) for n in range(args.num_envs) if replay.usable[t, n]])
+    for name in ("critics", "targets"):
+        assert torch.allclose(agent.networks[name].biases[-1], torch.full((2, 1, 1), float(mean) / max(1 - args.gamma, 1 / args.horizon)))
+    assert mean < -1 and before.abs().max() < 1
+
+
 def test_skills_of_every_kind_act_as_in_their_own_scripts(tmp_path):
     env = antmaze.make("antmaze1", 6, 0)
     env.place(np.ones(6, bool), "uniform")
@@ -2080,7 +2093,7 @@ def test_scores_and_figures_of_ant_runs(tmp_path, capsys):
     slim = torch.load(tmp_path / "results" / "checkpoints" / "tatc-antmaze1-s0-seed1.pt", weights_only=True)
     assert set(slim) == {"script", "args", "update", "networks"}
     table = evaluate.antmaze_representations(tmp_path / "results")["antmaze"]
-    assert "| antmaze1: full | 1 | 0.700 | never |" in table and "| 0.064 |" in table
+    assert "| antmaze1: full | 1 | 30.000 | 0.700 | never |" in table and "| 0.064 |" in table
     for name in ("antmaze_representations", "antmaze_progress", "antmaze_traces"):
         assert (tmp_path / "results" / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     traces = evaluate.tatc_traces(tmp_path / "results" / "checkpoints" / "tatc-antmaze1-s0-seed1.pt", places=2, steps=3)
