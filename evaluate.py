@@ -23,6 +23,7 @@ E3  phi is centred and divided by one number, so that its coordinates have mean 
 """
 
 import csv
+import io
 import fcntl
 import itertools
 import json
@@ -118,8 +119,11 @@ def add_results(path, rows):
     with locked(path.parent):
         kept = [row for row in read_results(path) if key(row) not in replaced]
         kept = sorted(kept + new, key=key)  # a stable sort: steps stay in order within a key
-        lines = [",".join(COLUMNS)] + [",".join(row[name] for name in COLUMNS) for row in kept]
-        write_atomically(path, lambda file: file.write(("\n".join(lines) + "\n").encode()))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
 def finished(path, last_step, *key):

@@ -1376,9 +1376,15 @@ def test_evaluate_two_writers_lose_no_row(tmp_path):
               "    evaluate.add_results(sys.argv[1], [('x', sys.argv[2], 'umaze', seed, 1, 'reward', 0.5)])\n")
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(lambda name: subprocess.run([sys.executable, "-c", script, str(tmp_path / "rows.csv"), name],
-                                                         cwd=ROOT, capture_output=True), ("a", "b")))
+                                                         cwd=ROOT, capture_output=True), ("a", "b, with a comma")))
     assert [process.returncode for process in done] == [0, 0]
-    assert len(evaluate.read_results(tmp_path / "rows.csv")) == 40
+    rows = evaluate.read_results(tmp_path / "rows.csv")
+    assert len(rows) == 40 and {(row["method"], row["env"]) for row in rows} == {("a", "umaze"), ("b, with a comma", "umaze")}
+
+
+def test_committed_results_have_seven_columns():
+    for path in (ROOT / "results").glob("*.csv"):
+        assert all(None not in row and row["value"] for row in evaluate.read_results(path)), path
 
 
 @pytest.mark.parametrize("options,message", [
