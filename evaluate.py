@@ -23,8 +23,8 @@ E3  phi is centred and divided by one number, so that its coordinates have mean 
 """
 
 import csv
-import io
 import fcntl
+import io
 import itertools
 import json
 import os
@@ -843,11 +843,11 @@ class Sac:
         if last or terminated.any():
             env.place(terminated | last, "s0")
         due = int(args.update_ratio * (self.moves * args.num_envs - self.begin_updates)) - self.updates
-        if due > 0 and self.updates == 0:  # the critics need not climb to values of -1000 in steps of 1e-4
-            value = self.replay.rewards[self.replay.usable].mean() / max(1 - args.gamma, 1 / args.horizon)
-            for name in ("critics", "targets"):
-                nn.init.constant_(self.networks[name].biases[-1], value)
         if due > 0:
+            if self.updates == 0:  # the critics need not climb to values of -1000 in steps of 1e-4
+                value = self.replay.rewards[self.replay.usable].mean() / max(1 - args.gamma, 1 / args.horizon)
+                for name in ("critics", "targets"):
+                    nn.init.constant_(self.networks[name].biases[-1], value)
             batches = zip(*(part.split(args.batch_size) for part in self.replay.sample(due * args.batch_size, self.rng)))
             for batch in batches:
                 sac_update(args, *self.networks.values(), *self.optimizers, batch)
@@ -1767,7 +1767,8 @@ def plan_commands(args):
         return train("tatc.py", env, "s0", seeds, 28 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
 
     def lap(env, prior, dim, seeds=all_seeds):
-        return train(f"laprep.py --prior {prior} --dim {dim}", env, f"{prior}-d{dim}", seeds, 2.6 if env in antmaze.MAZES else 1.7, "laprep.csv")
+        minutes = 2.6 if env in antmaze.MAZES else 1.7
+        return train(f"laprep.py --prior {prior} --dim {dim}", env, f"{prior}-d{dim}", seeds, minutes, "laprep.csv")
 
     for experiment in args.experiment:
         if experiment == "gridworld":

@@ -1,6 +1,6 @@
 """Every claim the code makes, asserted: `python -m pytest -q test_all.py` (minutes on 2 cores: see README).
 
-`python test_all.py [tatc] [laprep] [baselines]` prints speed ratios instead: updates against their bare forward and backward
+`python test_all.py [tatc] [ants] [laprep] [baselines]` prints speed ratios instead: updates against their bare forward and backward
 passes, and against the same algorithms written naively. `python test_all.py pendulum` is the check of SAC on a known task.
 """
 
@@ -2251,14 +2251,17 @@ def naive_update(args, env, networks, optimizer, omega, rng):
     env.obs = states
 
 
+def fresh_trainer(env_name):
+    """(args, env, rng, omega, networks, optimizers) of tatc.py before its first update."""
+    args = tatc.Args(env=env_name, run_dir="unused")
+    env, _ = tatc.resolve(args)
+    networks = tatc.make_networks(args, env)
+    return args, env, np.random.default_rng(0), torch.as_tensor(tatc.make_directions(args)), networks, tatc.make_optimizers(args, networks)
+
+
 def benchmark(updates=60):
     """Seconds per update of umaze: ours, the bare passes of the same networks on the same batch, and the naive version."""
-    args = tatc.Args(env="umaze", run_dir="unused")
-    env, _ = tatc.resolve(args)
-    rng = np.random.default_rng(0)
-    omega = torch.as_tensor(tatc.make_directions(args))
-    networks = tatc.make_networks(args, env)
-    optimizers = tatc.make_optimizers(args, networks)
+    args, env, rng, omega, networks, optimizers = fresh_trainer("umaze")
 
     def ours():
         random_walk = tatc.start_episodes(args, env, rng)
@@ -2293,12 +2296,7 @@ def benchmark(updates=60):
 def ants_benchmark(rounds=9):
     """TATC's whole loop on AntMaze-1 against mujoco.batch alone on the same model, random torques: blocks in turn, CPU seconds."""
     torch.set_num_threads(1)
-    args = tatc.Args(env="antmaze1", run_dir="unused")
-    env, _ = tatc.resolve(args)
-    rng = np.random.default_rng(0)
-    omega = torch.as_tensor(tatc.make_directions(args))
-    networks = tatc.make_networks(args, env)
-    optimizers = tatc.make_optimizers(args, networks)
+    args, env, rng, omega, networks, optimizers = fresh_trainer("antmaze1")
     skills_per_episode = args.episode_length // args.skill_length
     step = antmaze.bare_loop(env.model, args.num_envs, 1, 0)[0]
     torques = rng.integers(0, 5, (args.skill_length, args.num_envs, 8)) / 2 - 1
