@@ -27,6 +27,7 @@ import fcntl
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -726,42 +727,63 @@ class AntReplay:
             getattr(self, name)[: self.filled] = state[name].numpy()
 
 
-class Actor(nn.Module):
-    """obs [n, 29] -> mean and log standard deviation [n, 8] of a Gaussian that tanh maps to torques."""
+class Mlps(nn.Module):
+    """Networks with two hidden ReLU layers, side by side: x [copies or 1, n, inputs] -> [copies, n, outputs].
 
-    def __init__(self, hidden, obs_scale):
+    Gradients are written out: in updates this small autograd costs up to half as much again as everything else. All weights are one
+    vector `flat`, so that Adam and the step of the targets are one call each.
+    """
+
+    def __init__(self, copies, inputs, outputs, hidden):
         super().__init__()
-        self.register_buffer("obs_scale", torch.tensor(obs_scale))
-        self.net = nn.Sequential(nn.Linear(29, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 16))
+        sizes = ((inputs, hidden), (hidden, hidden), (hidden, outputs))
+        self.shapes = [(copies, n, m) for fan_in, fan_out in sizes for n, m in ((fan_in, fan_out), (1, fan_out))]
+        bounds = [fan_in**-0.5 for fan_in, _ in sizes for _ in range(2)]  # torch's own default for a linear layer
+        values = [torch.empty(math.prod(shape)).uniform_(-bound, bound) for shape, bound in zip(self.shapes, bounds)]
+        self.flat = nn.Parameter(torch.cat(values))
+        self.flat.grad = torch.zeros_like(self.flat)
+        self.layers, self.gradients = self.split(self.flat.detach()), self.split(self.flat.grad)
 
-    def forward(self, obs):
-        mean, log_std = self.net(obs * self.obs_scale).chunk(2, dim=-1)
-        return mean, log_std.clamp(-20, 2)
+    def split(self, flat):
+        """Views of a vector like `flat`: weight [copies, n, m] and bias [copies, 1, m] of each layer in turn."""
+        return [part.view(shape) for part, shape in zip(flat.split([math.prod(shape) for shape in self.shapes]), self.shapes)]
 
-    def sample(self, obs):
-        """Actions [n, 8], reparameterised, and their log density [n]."""
-        mean, log_std = self(obs)
-        noise = torch.randn_like(mean)
-        before = mean + log_std.exp() * noise
-        log_tanh = 2 * (np.log(2) - before - F.softplus(-2 * before))  # log(1 - tanh^2)
-        return before.tanh(), (-0.5 * noise.square() - log_std - 0.5 * np.log(2 * np.pi) - log_tanh).sum(-1)
+    @torch.no_grad()
+    def forward(self, x):
+        """The outputs, and the inputs of the three layers, which `backward` needs."""
+        weight1, bias1, weight2, bias2, weight3, bias3 = self.layers
+        x = x.expand(len(weight1), -1, -1)
+        hidden1 = torch.baddbmm(bias1, x, weight1).relu_()
+        hidden2 = torch.baddbmm(bias2, hidden1, weight2).relu_()
+        return torch.baddbmm(bias3, hidden2, weight3), (x, hidden1, hidden2)
+
+    @torch.no_grad()
+    def backward(self, inputs, grad3, learn=True):
+        """Gradients of a loss from its gradient by the outputs: of the weights, if learn, to flat.grad; returns that by layer 1's sums."""
+        weight1, _, weight2, _, weight3, _ = self.layers
+        grad2 = torch.ops.aten.threshold_backward(torch.bmm(grad3, weight3.mT), inputs[2], 0)
+        grad1 = torch.ops.aten.threshold_backward(torch.bmm(grad2, weight2.mT), inputs[1], 0)
+        if learn:
+            for i, (x, grad) in enumerate(zip(inputs, (grad1, grad2, grad3))):
+                torch.bmm(x.mT, grad, out=self.gradients[2 * i])
+                torch.sum(grad, 1, keepdim=True, out=self.gradients[2 * i + 1])
+        return grad1
 
 
-class TwinCritics(nn.Module):
-    """Two Q functions as one batched network: obs [n, 29], actions [n, 8] -> [2, n]."""
+def squash(outputs, noise):
+    """Torques [n, 8] and their log density [n]: a Gaussian, mean and log deviation in outputs [n, 16], through tanh."""
+    mean, log_std = outputs[:, :8], outputs[:, 8:].clamp(-20, 2)
+    before = mean + log_std.exp() * noise
+    log_slope = 2 * (math.log(2) - before - F.softplus(-2 * before))  # log(1 - tanh^2)
+    return before.tanh(), (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi) - log_slope).sum(-1)
 
-    def __init__(self, hidden, obs_scale):
-        super().__init__()
-        self.register_buffer("obs_scale", torch.tensor(obs_scale))
-        sizes = ((37, hidden), (hidden, hidden), (hidden, 1))
-        self.weights = nn.ParameterList(torch.empty(2, n, m).uniform_(-(n**-0.5), n**-0.5) for n, m in sizes)
-        self.biases = nn.ParameterList(torch.empty(2, 1, m).uniform_(-(n**-0.5), n**-0.5) for n, m in sizes)
 
-    def forward(self, obs, actions):
-        x = torch.cat([obs * self.obs_scale, actions], dim=-1).expand(2, -1, -1)
-        for weight, bias in zip(self.weights[:2], self.biases[:2]):
-            x = torch.relu_(torch.baddbmm(bias, x, weight))
-        return torch.baddbmm(self.biases[2], x, self.weights[2]).squeeze(-1)
+def squash_gradient(outputs, noise, actions, grad_actions, grad_log_prob):
+    """Gradient [n, 16] by the outputs of a loss with gradients grad_actions [n, 8] and grad_log_prob, a number, by squash's results."""
+    log_std = outputs[:, 8:]
+    grad_before = grad_actions * (1 - actions.square()) + 2 * grad_log_prob * actions
+    grad_log_std = (grad_before * log_std.clamp(-20, 2).exp() * noise - grad_log_prob) * ((log_std >= -20) & (log_std <= 2))
+    return torch.cat([grad_before, grad_log_std], dim=-1)
 
 
 def sac_target(rewards, terminated, next_values, next_log_prob, gamma, alpha):
@@ -769,25 +791,26 @@ def sac_target(rewards, terminated, next_values, next_log_prob, gamma, alpha):
     return rewards + gamma * ~terminated * (next_values.amin(0) - alpha * next_log_prob)
 
 
+@torch.no_grad()
 def sac_update(args, actor, critics, targets, actor_optimizer, critic_optimizer, batch):
-    """One step of the twin critics, of the actor through the new critics, and of the target critics; batch of AntReplay.sample."""
+    """One step of the twin critics, of the actor through the new critics, and of the target critics; batch of AntReplay.sample, scaled."""
     obs, actions, rewards, terminated, next_obs = batch
-    with torch.no_grad():
-        next_actions, next_log_prob = actor.sample(next_obs)
-        target = sac_target(rewards, terminated, targets(next_obs, next_actions), next_log_prob, args.gamma, args.alpha)
-    critic_loss = (critics(obs, actions) - target).square().mean(1).sum()
-    critic_optimizer.zero_grad()
-    critic_loss.backward()
+    count = len(obs)
+    noise, next_noise = torch.randn(2, count, 8)
+    next_actions, next_log_prob = squash(actor(next_obs)[0][0], next_noise)
+    next_values, _ = targets(torch.cat([next_obs, next_actions], dim=-1))
+    target = sac_target(rewards, terminated, next_values[..., 0], next_log_prob, args.gamma, args.alpha)
+    values, inputs = critics(torch.cat([obs, actions], dim=-1))  # loss: sum over the critics of mean (Q - target)^2
+    critics.backward(inputs, (values - target[:, None]) * (2 / count))
     critic_optimizer.step()
-    critics.requires_grad_(False)  # the actor needs the gradient of the actions only
-    new_actions, log_prob = actor.sample(obs)
-    actor_loss = (args.alpha * log_prob - critics(obs, new_actions).amin(0)).mean()
-    actor_optimizer.zero_grad()
-    actor_loss.backward()
+    outputs, actor_inputs = actor(obs)  # loss: mean of alpha log pi - min Q
+    new_actions, _ = squash(outputs[0], noise)
+    values, inputs = critics(torch.cat([obs, new_actions], dim=-1))
+    grad_hidden = critics.backward(inputs, (values == values.amin(0)) * (-1 / count), learn=False)
+    grad_actions = torch.bmm(grad_hidden, critics.layers[0][:, 29:].mT).sum(0)
+    actor.backward(actor_inputs, squash_gradient(outputs[0], noise, new_actions, grad_actions, args.alpha / count)[None])
     actor_optimizer.step()
-    critics.requires_grad_(True)
-    with torch.no_grad():
-        torch._foreach_lerp_(list(targets.parameters()), list(critics.parameters()), args.tau)
+    targets.flat.lerp_(critics.flat, args.tau)
 
 
 @torch.no_grad()
@@ -811,28 +834,30 @@ class Sac:
         torch.manual_seed(args.seed)
         self.args, self.env, self.reward, self.scale = args, env, reward, scale
         self.rng = np.random.default_rng(args.seed)
-        self.networks = nn.ModuleDict({"actor": Actor(args.hidden, env.obs_scale), "critics": TwinCritics(args.hidden, env.obs_scale),
-                                       "targets": TwinCritics(args.hidden, env.obs_scale)})
+        self.obs_scale = torch.tensor(env.obs_scale)
+        self.networks = nn.ModuleDict({"actor": Mlps(1, 29, 16, args.hidden), "critics": Mlps(2, 37, 1, args.hidden),
+                                       "targets": Mlps(2, 37, 1, args.hidden)})
         self.networks["targets"].load_state_dict(self.networks["critics"].state_dict())
-        self.networks["targets"].requires_grad_(False)
         self.optimizers = [torch.optim.Adam(self.networks[name].parameters(), lr=args.learning_rate, fused=True)
                            for name in ("actor", "critics")]
         self.replay = AntReplay(args.buffer, args.num_envs, args.horizon)
         self.moves, self.updates = 0, 0  # steps of all ants together; gradient steps
         self.begin_updates = args.warmup  # environment steps without an update
 
-    @torch.no_grad()
     def act(self, obs):
         """The deterministic policy: obs [N, 29] -> torques [N, 8]."""
-        return self.networks["actor"](torch.as_tensor(obs))[0].tanh().numpy()
+        return self.policy(obs)[:, :8].tanh().numpy()
+
+    def policy(self, obs):
+        """The actor's outputs [N, 16] at obs [N, 29]."""
+        return self.networks["actor"](torch.as_tensor(obs) * self.obs_scale)[0][0]
 
     def step(self):
         args, env, obs = self.args, self.env, self.env.obs
         if self.moves * args.num_envs < args.warmup:
             actions = self.rng.uniform(-1, 1, (args.num_envs, 8)).astype(np.float32)
         else:
-            with torch.no_grad():
-                actions = self.networks["actor"].sample(torch.as_tensor(obs))[0].numpy()
+            actions = squash(self.policy(obs), torch.randn(args.num_envs, 8))[0].numpy()
         next_obs = env.move(actions)
         self.moves += 1
         with torch.no_grad():
@@ -847,9 +872,10 @@ class Sac:
             if self.updates == 0:  # the critics need not climb to values of -1000 in steps of 1e-4
                 value = self.replay.rewards[self.replay.usable].mean() / max(1 - args.gamma, 1 / args.horizon)
                 for name in ("critics", "targets"):
-                    nn.init.constant_(self.networks[name].biases[-1], value)
-            batches = zip(*(part.split(args.batch_size) for part in self.replay.sample(due * args.batch_size, self.rng)))
-            for batch in batches:
+                    self.networks[name].layers[-1].fill_(value)
+            obs, actions, rewards, terminated, next_obs = self.replay.sample(due * args.batch_size, self.rng)
+            parts = (obs * self.obs_scale, actions, rewards, terminated, next_obs * self.obs_scale)
+            for batch in zip(*(part.split(args.batch_size) for part in parts)):
                 sac_update(args, *self.networks.values(), *self.optimizers, batch)
             self.updates += due
 

@@ -1576,33 +1576,56 @@ def test_shaping_networks_and_rewards():
         assert rewards["mix"][1] == pytest.approx(2 * rewards["dense"][1])
 
 
-def test_shaping_sac_equations():
+def shaping_plain_network(flat, networks, x):
+    """What Mlps computes, layer by layer and copy by copy, for autograd: flat as a leaf, x [n, inputs] -> [copies, n, outputs]."""
+    weight1, bias1, weight2, bias2, weight3, bias3 = networks.split(flat)
+    return torch.stack([((x @ weight1[i] + bias1[i]).relu() @ weight2[i] + bias2[i]).relu() @ weight3[i] + bias3[i]
+                        for i in range(len(weight1))])
+
+
+def test_shaping_squashed_gaussian_and_target():
     torch.manual_seed(0)
-    scale = antmaze.AntMazeVec.obs_scale
-    actor, critics, targets = evaluate.Actor(16, scale), evaluate.TwinCritics(16, scale), evaluate.TwinCritics(16, scale)
-    obs, next_obs = torch.randn(2, 32, 29)
-    with torch.no_grad():
-        mean, log_std = actor(obs)
-        actions, log_prob = actor.sample(obs)
-        normal = torch.distributions.Normal(mean, log_std.exp())
-        tanh = torch.distributions.TransformedDistribution(normal, [torch.distributions.TanhTransform(cache_size=0)])
-        assert torch.allclose(tanh.log_prob(actions).sum(-1), log_prob, atol=1e-3)
-        for i in range(2):
-            x = torch.cat([obs * torch.as_tensor(scale), actions], 1)
-            for layer in range(3):
-                x = x @ critics.weights[layer][i] + critics.biases[layer][i]
-                x = x.relu() if layer < 2 else x
-            assert torch.allclose(critics(obs, actions)[i], x[:, 0], atol=1e-5)
+    outputs, noise = torch.randn(32, 16, dtype=torch.float64), torch.randn(32, 8, dtype=torch.float64)
+    actions, log_prob = evaluate.squash(outputs, noise)
+    normal = torch.distributions.Normal(outputs[:, :8], outputs[:, 8:].clamp(-20, 2).exp())
+    tanh = torch.distributions.TransformedDistribution(normal, [torch.distributions.TanhTransform(cache_size=0)])
+    assert torch.allclose(actions, (normal.mean + normal.stddev * noise).tanh())
+    assert torch.allclose(tanh.log_prob(actions).sum(-1), log_prob, atol=1e-6)
     values, ended = torch.tensor([[3.0, 1.0], [2.0, 4.0]]), torch.tensor([False, True])
     target = evaluate.sac_target(torch.tensor([1.0, 1.0]), ended, values, torch.tensor([5.0, 5.0]), 0.9, 0.1)
     assert torch.allclose(target, torch.tensor([1 + 0.9 * (2 - 0.5), 1.0]))  # a truncated step is not `ended`: it bootstraps
-    before = [p.clone() for p in targets.parameters()]
-    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-4, fused=True) for net in (actor, critics)]
-    old_actor = [p.clone() for p in actor.parameters()]
-    evaluate.sac_update(evaluate.Shaping(), actor, critics, targets, *optimizers, (obs, actions, torch.randn(32), torch.zeros(32, dtype=torch.bool), next_obs))
-    for old, new, critic in zip(before, targets.parameters(), critics.parameters()):
-        assert torch.allclose(new, 0.995 * old + 0.005 * critic, atol=1e-7) and critic.requires_grad
-    assert all((old != new).any() for old, new in zip(old_actor, actor.parameters()))
+
+
+def test_shaping_written_gradients_are_autograds():
+    """sac_update's gradients of both losses against autograd on plain networks, with log deviations beyond their bounds too."""
+    torch.manual_seed(0)
+    args, count = evaluate.Shaping(), 64
+    actor, critics, targets = evaluate.Mlps(1, 29, 16, 24), evaluate.Mlps(2, 37, 1, 24), evaluate.Mlps(2, 37, 1, 24)
+    actor.layers[-1][0, 0, 8], actor.layers[-1][0, 0, 9] = 2.2, -21.0  # some or all deviations are clipped
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (actor, critics)]
+    (obs, next_obs), actions, rewards = torch.randn(2, count, 29), torch.rand(count, 8) * 2 - 1, torch.randn(count)
+    terminated = torch.rand(count) < 0.3
+    flat_actor, flat_critics = (net.flat.detach().clone().requires_grad_() for net in (actor, critics))
+    old_targets, state = targets.flat.detach().clone(), torch.get_rng_state()
+    evaluate.sac_update(args, actor, critics, targets, *optimizers, (obs, actions, rewards, terminated, next_obs))
+
+    torch.set_rng_state(state)
+    noise, next_noise = torch.randn(2, count, 8)
+    with torch.no_grad():
+        next_actions, next_log_prob = evaluate.squash(shaping_plain_network(flat_actor, actor, next_obs)[0], next_noise)
+        next_values = shaping_plain_network(old_targets, targets, torch.cat([next_obs, next_actions], -1))[..., 0]
+        target = evaluate.sac_target(rewards, terminated, next_values, next_log_prob, args.gamma, args.alpha)
+    values = shaping_plain_network(flat_critics, critics, torch.cat([obs, actions], -1))[..., 0]
+    expected, = torch.autograd.grad((values - target).square().mean(1).sum(), flat_critics)
+    assert torch.allclose(critics.flat.grad, expected, atol=1e-5) and expected.abs().max() > 0.1
+    new_actions, log_prob = evaluate.squash(shaping_plain_network(flat_actor, actor, obs)[0], noise)
+    new_values = shaping_plain_network(critics.flat.detach(), critics, torch.cat([obs, new_actions], -1))[..., 0]
+    expected, = torch.autograd.grad((args.alpha * log_prob - new_values.amin(0)).mean(), flat_actor)
+    assert torch.allclose(actor.flat.grad, expected, atol=1e-5) and expected.abs().max() > 0.01
+    assert torch.allclose(targets.flat, 0.995 * old_targets + 0.005 * critics.flat, atol=1e-7)
+    for net, old in ((actor, flat_actor), (critics, flat_critics)):  # Adam's first step has the gradient's sign and length 1e-2
+        moved = net.flat.grad.abs() > 1e-4
+        assert torch.allclose((old - net.flat)[moved], 1e-2 * net.flat.grad.sign()[moved], rtol=1e-2)
 
 
 def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path):
@@ -1653,12 +1676,12 @@ def test_shaping_critics_begin_at_the_value_of_the_warmup(monkeypatch):
     monkeypatch.setattr(evaluate, "sac_update", lambda *_: None)
     agent = evaluate.Sac(args := evaluate.Shaping(reward="xy", seed=0, **SHAPING_SMALL), *evaluate.prepare_shaping(args)[:3])
     while not agent.updates:
-        before = agent.networks["critics"].biases[-1].clone()
+        before = agent.networks["critics"].layers[-1].clone()
         agent.step()
     replay = agent.replay
     mean = np.mean([replay.rewards[t, n] for t in range(replay.filled) for n in range(args.num_envs) if replay.usable[t, n]])
     for name in ("critics", "targets"):
-        assert torch.allclose(agent.networks[name].biases[-1], torch.full((2, 1, 1), float(mean) / max(1 - args.gamma, 1 / args.horizon)))
+        assert torch.allclose(agent.networks[name].layers[-1], torch.full((2, 1, 1), float(mean) / max(1 - args.gamma, 1 / args.horizon)))
     assert mean < -1 and before.abs().max() < 1
 
 
