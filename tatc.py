@@ -52,9 +52,9 @@ PAPER = {
     "grid": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20),
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
-GRID = dict(boredom_coef=2.0, pair_gap=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
+GRID = dict(boredom_coef=2.0, pair_gap=1, phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
             step_floor=0.0, fall_cost=0.0, updates=7000)
-ANT = dict(boredom_coef=20.0, pair_gap=10, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
+ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=40, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
            step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=4000)
 
 
@@ -80,6 +80,8 @@ class Args:
     """reading of Eq. 5: mean or sum over the c steps of the squared or plain norm; sum is the literal text"""
     pair_gap: Optional[int] = None
     """steps between the two states of a pair in the attractive term of Eq. 2 and in Eq. 5 (paper: 1)"""
+    phi_memory: Optional[int] = None
+    """updates whose trajectories phi learns from, the last one included (paper: 1)"""
     step_floor: Optional[float] = None
     """what is added to the length of a step in Eq. 3, in mean lengths (paper: 0)"""
     fall_cost: Optional[float] = None
@@ -396,37 +398,46 @@ def high_level_outputs(networks, obs, choice):
     return log_prob, entropy, networks["v_hi"](obs, time_left).squeeze(-1)
 
 
-def update(args, networks, optimizers, omega, batch, episode, random_walk, rng, fall_cost=0.0):
+def trajectories(recent, walks, device):
+    """D_mu (walks) or D_s: trajectories [n, steps, ...] from (obs [J, steps, N, ...], random_walk [N]) of the last updates."""
+    parts = [obs[:, :, random_walk == walks].swapaxes(1, 2) for obs, random_walk in recent]
+    return torch.as_tensor(np.concatenate([part.reshape((-1,) + part.shape[2:]) for part in parts]), device=device)
+
+
+def update(args, networks, optimizers, omega, batch, episode, random_walk, recent, rng, fall_cost=0.0):
     """Algorithm 1, lines 15-16. The policies' rewards use phi from before its update, so one backward pass serves all losses.
 
     batch: obs, actions, skills of `rollout`. episode: (obs [L, N, ...] where each skill began, final obs [N, ...], skills [L, N])
-    once the episode is complete, otherwise None.
+    once the episode is complete, otherwise None. recent: what phi learns from, every pair_gap-th state of the last updates.
     """
     device, (obs, actions, skills) = args.device, batch
-    walkers, workers = np.flatnonzero(random_walk), np.flatnonzero(~random_walk)
+    workers = np.flatnonzero(~random_walk)
     loss, info = torch.zeros((), device=device), {}
     encode = encoder(networks["phi"])
 
     def tensor(array):
         return torch.as_tensor(np.ascontiguousarray(array), device=device)
 
-    if len(walkers):
-        walk = tensor(obs[:, :, walkers].swapaxes(1, 2)).flatten(0, 1)  # [J * walkers, c + 1, ...]
-        phi_walk = encode(walk)
-        phi_u, phi_v = (part.reshape(-1, args.dim) for part in (phi_walk[:, : -args.pair_gap], phi_walk[:, args.pair_gap :]))
+    walks, skill_paths = trajectories(recent, True, device), trajectories(recent, False, device)
+    if len(walks):
+        phi_walk = encode(walks)
+        phi_u, phi_v = (part.reshape(-1, args.dim) for part in (phi_walk[:, :-1], phi_walk[:, 1:]))
         pairs = tensor(rng.integers(len(phi_u), size=(2, len(phi_u))))
         phi_x, phi_y = F.embedding(pairs, phi_u)
         contrastive, terms = contrastive_loss(phi_u, phi_v, phi_x, phi_y, args.beta)
         loss = loss + contrastive
         info |= {f"loss/{key}": value for key, value in terms.items()}
+    if len(skill_paths):
+        boredom = boredom_loss(encode(skill_paths), args.boredom)
+        loss = loss + args.boredom_coef * boredom  # Eq. 6
+        info["loss/boredom"] = boredom.detach()
     if len(workers):
         tau = tensor(obs[:, :, workers].swapaxes(1, 2)).flatten(0, 1)  # [J * workers, c + 1, ...]
         tau_actions = tensor(actions[:, :, workers].swapaxes(1, 2)).flatten(0, 1)
         tau_skill = tensor(skills[:, workers]).flatten()
-        phi_tau = encode(tau)
-        boredom = boredom_loss(phi_tau[:, :: args.pair_gap], args.boredom)
-        loss = loss + args.boredom_coef * boredom  # Eq. 6
-        reward = skill_reward(phi_tau[:, :-1].detach(), phi_tau[:, 1:].detach(), omega[tau_skill][:, None], args.step_floor)
+        with torch.no_grad():
+            phi_tau = encode(tau)
+        reward = skill_reward(phi_tau[:, :-1], phi_tau[:, 1:], omega[tau_skill][:, None], args.step_floor)
         rows = flatten_trajectories(tau[:, :-1], tau_actions, tau_skill)
         if args.skill_update == "clipped":
             fallen = torch.zeros(tau.shape[:2], dtype=torch.bool, device=device)
@@ -439,7 +450,7 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, rng, 
             low, terms = actor_critic_loss(*outputs, returns, args.low_entropy_coef)
             loss = loss + low
         info |= {f"loss/low_{key}": value for key, value in terms.items()}
-        info |= {"loss/boredom": boredom.detach(), "rollout/skill_reward": reward.mean()}
+        info["rollout/skill_reward"] = reward.mean()
         if episode is not None:
             began, final, choice = episode
             returns = high_return(encode(tensor(began[0, workers])), encode(tensor(final[workers]))).detach()
@@ -532,7 +543,7 @@ def resolve(args):
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name in ("skill_length", "pair_gap", "updates"):
+    for name in ("skill_length", "pair_gap", "phi_memory", "updates"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least 1")
     if args.episode_length is None:
@@ -567,6 +578,8 @@ def resolve(args):
             variant += f"-entropy{args.low_entropy_coef:g}"
         if args.pair_gap != defaults["pair_gap"]:
             variant += f"-gap{args.pair_gap}"
+        if args.phi_memory != defaults["phi_memory"]:
+            variant += f"-memory{args.phi_memory}"
         if args.step_floor != defaults["step_floor"]:
             variant += f"-floor{args.step_floor:g}"
         if args.fall_cost != defaults["fall_cost"]:
@@ -644,7 +657,7 @@ def train(args):
 
     done, seconds, sums, rows, snapshots = 0, 0.0, {}, [], {}
     visited = np.zeros(env.num_cells, dtype=bool)
-    random_walk, began, choices = None, [], []
+    random_walk, began, choices, recent = None, [], [], []
     identity = {key: value for key, value in asdict(args).items() if key not in ("updates", "run_dir", "resume", "device", "num_threads")}
     if args.resume and checkpoint_path.exists():
         checkpoint = load_checkpoint(checkpoint_path)
@@ -661,6 +674,7 @@ def train(args):
         snapshots = {update: phi.numpy() for update, phi in checkpoint["snapshots"].items()}
         visited, random_walk = checkpoint["visited"].numpy(), checkpoint["random_walk"].numpy()
         began, choices = ([array.numpy() for array in checkpoint[key]] for key in ("began", "choices"))
+        recent = [tuple(array.numpy() for array in pair) for pair in checkpoint["recent"]]
         rows = read_rows(metrics_path, done)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_args(args, run_dir)
@@ -678,7 +692,9 @@ def train(args):
         complete = len(began) == skills_per_episode
         episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if complete else None
         fall_cost = args.fall_cost if number > args.fall_after else 0.0
-        info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, rng, fall_cost)
+        recent.append((obs[:, :: args.pair_gap].copy(), random_walk))
+        info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, recent, rng, fall_cost)
+        del recent[: len(recent) + 1 - args.phi_memory]
         if complete:
             began, choices = [], []
 
@@ -718,6 +734,7 @@ def train(args):
                 "rng": rng.bit_generator.state, "snapshots": as_tensors(snapshots), "visited": torch.as_tensor(visited),
                 "random_walk": torch.as_tensor(random_walk), "began": [torch.as_tensor(array) for array in began],
                 "choices": [torch.as_tensor(array) for array in choices],
+                "recent": [tuple(torch.as_tensor(array) for array in pair) for pair in recent],
             }
             write_atomically(checkpoint_path, lambda file: torch.save(checkpoint, file))
     finish(args, env, world, networks, omega, snapshots, rows, run_dir)

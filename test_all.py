@@ -624,7 +624,7 @@ def test_one_update_against_a_naive_loop(tmp_path):
     naive = {name: dense(net) for name, net in networks.items()}
     optimizers = {"main": torch.optim.SGD(networks.parameters(), lr=0.0)}
     pairs = copy.deepcopy(rng)
-    tatc.update(args, networks, optimizers, omega, batch, (obs[:, 0], obs[-1, -1], skills), random_walk, rng)
+    tatc.update(args, networks, optimizers, omega, batch, (obs[:, 0], obs[-1, -1], skills), random_walk, [(obs, random_walk)], rng)
 
     def one_hot(state, *extra):
         return torch.cat([torch.eye(env.num_states)[state], *(torch.as_tensor(part, dtype=torch.float32).reshape(-1) for part in extra)])
@@ -713,7 +713,8 @@ def test_update_without_walkers_or_without_workers(tmp_path, walkers):
     rng, walkers = np.random.default_rng(0), np.array(walkers)
     optimizers = tatc.make_optimizers(args, networks)
     batch = tatc.rollout(args, env, networks, omega, walkers, rng)
-    info = tatc.update(args, networks, optimizers, omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers, rng)
+    info = tatc.update(args, networks, optimizers, omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers,
+                [(batch[0][:, :: args.pair_gap], walkers)], rng)
     assert all(torch.isfinite(parameter).all() for parameter in networks.parameters())
     assert ("loss/attract" in info) == walkers[0] and ("loss/boredom" in info) != walkers[0]
 
@@ -939,7 +940,8 @@ def test_clipped_update_moves_every_network(monkeypatch):
     before, batch = copy.deepcopy(networks.state_dict()), tatc.rollout(args, env, networks, omega, walkers, rng)
     seen, advantages = tatc.clipped_steps, []
     monkeypatch.setattr(tatc, "clipped_steps", lambda *rest: advantages.append((rest[2], rest[3])) or seen(*rest))
-    tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers, rng)
+    tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers,
+                [(batch[0][:, :: args.pair_gap], walkers)], rng)
     assert all(not torch.equal(value, before[name]) for name, value in networks.state_dict().items() if name.endswith("weight"))
     networks.load_state_dict(before)
     advantage, returns = advantages[1]
@@ -958,7 +960,7 @@ def test_a_fall_is_paid_once_and_ends_the_lesson(monkeypatch):
     seen = []
     monkeypatch.setattr(tatc, "clipped_low_update", lambda *rest: seen.append(rest[5:7]) or {})
     for cost in (20.0, 0.0):
-        tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, None, walkers, rng, cost)
+        tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, None, walkers, [(batch[0], walkers)], rng, cost)
     (paid, fallen), (plain, nobody) = seen
     assert fallen.nonzero().tolist() == [[2, t] for t in range(7, 21)] and not nobody.any()
     assert (paid[2, 6:] == -20).all() and (plain.abs() <= 1).all()
@@ -2289,7 +2291,7 @@ def benchmark(updates=60):
     def ours():
         random_walk = tatc.start_episodes(args, env, rng)
         obs, actions, skills = tatc.rollout(args, env, networks, omega, random_walk, rng)
-        tatc.update(args, networks, optimizers, omega, (obs, actions, skills), (obs[:, 0], obs[-1, -1], skills), random_walk, rng)
+        tatc.update(args, networks, optimizers, omega, (obs, actions, skills), (obs[:, 0], obs[-1, -1], skills), random_walk, [(obs, random_walk)], rng)
 
     steps = args.num_envs * args.episode_length
     skill_steps = round(steps * (1 - args.random_walk_prob))
@@ -2332,7 +2334,7 @@ def ants_benchmark(rounds=9):
             began.extend(obs[:, 0])
             choices.extend(skills)
             episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if number == skills_per_episode else None
-            tatc.update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, rng, args.fall_cost)
+            tatc.update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, [(obs[:, :: args.pair_gap], random_walk)], rng, args.fall_cost)
 
     def bare():
         for torque in np.concatenate([torques] * skills_per_episode):
