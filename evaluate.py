@@ -165,13 +165,14 @@ def method_name(run_args):
     if run_args.get("low_entropy_coef") == 0.1 and not ant:
         name += " entropy=0.1"
     if run_args["script"] == "tatc" and ant:
-        name += f" boredom={run_args['boredom_coef']:g}" if run_args.get("boredom_coef", 20) not in (0, 20) else ""
+        name += f" boredom={run_args['boredom_coef']:g}" if run_args.get("boredom_coef", 5) not in (0, 5) else ""
         name += f" gap={run_args['pair_gap']}" if run_args.get("pair_gap", 10) != 10 else ""
+        name += f" memory={run_args['phi_memory']}" if run_args.get("phi_memory", 40) != 40 else ""
         vanilla = run_args.get("skill_update") == "a2c"  # with the paper's Eq. 3
         name += f" floor={run_args['step_floor']:g}" if run_args.get("step_floor", 1 - vanilla) != 1 - vanilla else ""
         cost = 0 if vanilla else 20
         name += f" fall={run_args['fall_cost']:g}" if run_args.get("fall_cost", cost) != cost else ""
-        name += f" fall_after={run_args['fall_after']}" if run_args.get("fall_after", 2000) != 2000 else ""
+        name += f" fall_after={run_args['fall_after']}" if run_args.get("fall_after", 1000) != 1000 else ""
         name += " a2c" if vanilla else ""
     return name
 
@@ -570,7 +571,7 @@ class Shaping:
     alpha: float = 0.1
     """entropy coefficient"""
     tau: float = 0.005
-    """step of the target critics towards the critics"""
+    """step of the target critics towards the critics, per environment step: an update makes up for the steps since the last"""
     learning_rate: float = 1e-4
     """Adam step size"""
     eval_every: int = 50_000
@@ -791,15 +792,23 @@ def sac_target(rewards, terminated, next_values, next_log_prob, gamma, alpha):
     return rewards + gamma * ~terminated * (next_values.amin(0) - alpha * next_log_prob)
 
 
+def critic_unit(args):
+    """What rewards and alpha are multiplied by inside SAC: its critics learn (1 - gamma) Q, numbers of the size of a reward."""
+    return max(1 - args.gamma, 1 / args.horizon)
+
+
 @torch.no_grad()
 def sac_update(args, actor, critics, targets, actor_optimizer, critic_optimizer, batch):
-    """One step of the twin critics, of the actor through the new critics, and of the target critics; batch of AntReplay.sample, scaled."""
+    """One step of the twin critics, of the actor through the new critics, and of the target critics.
+
+    batch: that of AntReplay.sample, observations times obs_scale and rewards times critic_unit.
+    """
     obs, actions, rewards, terminated, next_obs = batch
-    count = len(obs)
+    count, alpha = len(obs), args.alpha * critic_unit(args)
     noise, next_noise = torch.randn(2, count, 8)
     next_actions, next_log_prob = squash(actor(next_obs)[0][0], next_noise)
     next_values, _ = targets(torch.cat([next_obs, next_actions], dim=-1))
-    target = sac_target(rewards, terminated, next_values[..., 0], next_log_prob, args.gamma, args.alpha)
+    target = sac_target(rewards, terminated, next_values[..., 0], next_log_prob, args.gamma, alpha)
     values, inputs = critics(torch.cat([obs, actions], dim=-1))  # loss: sum over the critics of mean (Q - target)^2
     critics.backward(inputs, (values - target[:, None]) * (2 / count))
     critic_optimizer.step()
@@ -808,9 +817,9 @@ def sac_update(args, actor, critics, targets, actor_optimizer, critic_optimizer,
     values, inputs = critics(torch.cat([obs, new_actions], dim=-1))
     grad_hidden = critics.backward(inputs, (values == values.amin(0)) * (-1 / count), learn=False)
     grad_actions = torch.bmm(grad_hidden, critics.layers[0][:, 29:].mT).sum(0)
-    actor.backward(actor_inputs, squash_gradient(outputs[0], noise, new_actions, grad_actions, args.alpha / count)[None])
+    actor.backward(actor_inputs, squash_gradient(outputs[0], noise, new_actions, grad_actions, alpha / count)[None])
     actor_optimizer.step()
-    targets.flat.lerp_(critics.flat, args.tau)
+    targets.flat.lerp_(critics.flat, 1 - (1 - args.tau) ** (1 / args.update_ratio))
 
 
 @torch.no_grad()
@@ -848,6 +857,10 @@ class Sac:
         """The deterministic policy: obs [N, 29] -> torques [N, 8]."""
         return self.policy(obs)[:, :8].tanh().numpy()
 
+    def sample(self, obs):
+        """The policy as it acts in training: obs [N, 29] -> torques [N, 8]."""
+        return squash(self.policy(obs), torch.randn(len(obs), 8))[0].numpy()
+
     def policy(self, obs):
         """The actor's outputs [N, 16] at obs [N, 29]."""
         return self.networks["actor"](torch.as_tensor(obs) * self.obs_scale)[0][0]
@@ -857,7 +870,7 @@ class Sac:
         if self.moves * args.num_envs < args.warmup:
             actions = self.rng.uniform(-1, 1, (args.num_envs, 8)).astype(np.float32)
         else:
-            actions = squash(self.policy(obs), torch.randn(args.num_envs, 8))[0].numpy()
+            actions = self.sample(obs)
         next_obs = env.move(actions)
         self.moves += 1
         with torch.no_grad():
@@ -869,12 +882,11 @@ class Sac:
             env.place(terminated | last, "s0")
         due = int(args.update_ratio * (self.moves * args.num_envs - self.begin_updates)) - self.updates
         if due > 0:
-            if self.updates == 0:  # the critics need not climb to values of -1000 in steps of 1e-4
-                value = self.replay.rewards[self.replay.usable].mean() / max(1 - args.gamma, 1 / args.horizon)
+            if self.updates == 0:
                 for name in ("critics", "targets"):
-                    self.networks[name].layers[-1].fill_(value)
+                    self.networks[name].layers[-1].fill_(self.replay.rewards[self.replay.usable].mean())
             obs, actions, rewards, terminated, next_obs = self.replay.sample(due * args.batch_size, self.rng)
-            parts = (obs * self.obs_scale, actions, rewards, terminated, next_obs * self.obs_scale)
+            parts = (obs * self.obs_scale, actions, rewards * critic_unit(args), terminated, next_obs * self.obs_scale)
             for batch in zip(*(part.split(args.batch_size) for part in parts)):
                 sac_update(args, *self.networks.values(), *self.optimizers, batch)
             self.updates += due
@@ -966,6 +978,9 @@ def evaluate_shaping(args):
         if agent.moves % every == 0 or agent.moves == moves:
             steps = agent.moves * args.num_envs
             scores = evaluate_policy(judge, agent.act, reward, args.horizon, args.seed + agent.moves)
+            with torch.random.fork_rng():  # an evaluation leaves the training as it is
+                sampled = evaluate_policy(judge, agent.sample, reward, args.horizon, args.seed + agent.moves)
+            scores |= {f"sampled_{name}": sampled[name] for name in ("success", "distance")}
             logged += [(steps, metric, float(value)) for metric, value in scores.items()]
             bar.set_postfix({key: format(scores[key], ".2f") for key in ("success", "distance", "return")})
             add_results(args.results, [(f"shaping-{args.reward}", args.method, env_name, args.seed, *entry) for entry in logged])
@@ -973,7 +988,7 @@ def evaluate_shaping(args):
                 checkpoint = {"script": "shaping", "args": identity, "agent": agent.state(), "logged": [list(entry) for entry in logged]}
                 write_atomically(path, lambda file: torch.save(checkpoint, file))
     bar.close()
-    print(", ".join(f"{metric} {value:.3f}" for _, metric, value in logged[-6:]) + f"; rows in {args.results}")
+    print(", ".join(f"{metric} {value:.3f}" for step, metric, value in logged if step == logged[-1][0]) + f"; rows in {args.results}")
 
 
 def benchmark_sac(args, env, reward, scale, env_name, rounds=3, seconds=8.0):

@@ -15,10 +15,10 @@ D5  On the ants both policies learn by several passes over their data with a cli
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees x, y
     at four times and everything else at a fiftieth of the policies' scale (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
-D8  On the ants beta' is 20 (--boredom-coef 5 is the paper's).
+D8  On the ants phi learns from every 10th state of the last 40 updates' trajectories (--phi-memory 1 is the paper's).
 D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
 D10 On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
-D11 After 2000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill
+D11 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill
     (--fall-cost 0 is the paper's).
 """
 
@@ -55,7 +55,7 @@ PAPER = {
 GRID = dict(boredom_coef=2.0, pair_gap=1, phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
             step_floor=0.0, fall_cost=0.0, updates=7000)
 ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=40, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
-           step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=4000)
+           step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Args:
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
     updates: Optional[int] = None
-    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); default 7000, ants 4000"""
+    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); default 7000, ants 3000"""
     prior: Literal["s0", "uniform"] = "s0"
     """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
     beta: float = 0.2
@@ -86,7 +86,7 @@ class Args:
     """what is added to the length of a step in Eq. 3, in mean lengths (paper: 0)"""
     fall_cost: Optional[float] = None
     """what falling on its back costs an ant in the clipped update (paper: nothing; 0: steps on the back count like others)"""
-    fall_after: int = 2000
+    fall_after: int = 1000
     """updates before falls cost anything: skills have to be fast first"""
     dim: int = 2
     """d, dimension of phi"""

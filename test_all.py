@@ -934,6 +934,31 @@ def test_clipped_steps_against_a_loop():
     assert torch.allclose(run(ours), run(loop), atol=1e-5) and (run(ours) - table).abs().max() > 0.5
 
 
+def test_phi_learns_from_the_trajectories_of_the_last_updates():
+    """D8: gradient of phi against a loop over the walks and skills of two updates with other walkers, at every second state."""
+    args, env, networks, omega = ant_setup()
+    args.pair_gap, rng, recent = 2, np.random.default_rng(0), []
+    for walkers in (np.arange(6) < 2, np.arange(6) % 2 == 1):
+        batch = tatc.rollout(args, env, networks, omega, walkers, rng)
+        recent.append((batch[0][:, ::2], walkers))
+    optimizers = tatc.make_optimizers(args, networks) | {"main": torch.optim.SGD(networks["phi"].parameters(), lr=0.0)}
+    pairs = copy.deepcopy(rng)
+    phi = copy.deepcopy(networks["phi"])
+    tatc.update(args, networks, optimizers, omega, batch, None, walkers, recent, rng)
+    walks, paths = ([torch.as_tensor(obs[0, :, i]) for obs, walkers in recent for i in range(6) if walkers[i] == walk] for walk in (True, False))
+    assert len(walks) == 5 and len(paths) == 7
+    states = torch.cat([walk[:-1] for walk in walks])
+    attract = torch.stack([(phi(s) - phi(n)).square().sum() for walk in walks for s, n in zip(walk[:-1], walk[1:])]).mean()
+    x, y = pairs.integers(len(states), size=(2, len(states)))
+    repel = torch.stack([torch.exp(-(phi(states[i]) - phi(states[j])).norm()) for i, j in zip(x, y)]).mean()
+    boredom = torch.stack([(phi(s) - phi(n)).square().sum() for path in paths for s, n in zip(path[:-1], path[1:])]).mean()
+    (attract + args.beta * repel + args.boredom_coef * boredom).backward()
+    for ours, theirs in zip(networks["phi"].parameters(), phi.parameters()):
+        if theirs.numel():  # no extra input
+            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    assert phi.weight_obs.grad.abs().max() > 1e-4
+
+
 def test_clipped_update_moves_every_network(monkeypatch):
     args, env, networks, omega = ant_setup()
     rng, walkers = np.random.default_rng(0), np.arange(6) < 2
@@ -977,8 +1002,9 @@ def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     tatc_run(tmp_path, "parts", updates=3, **settings)  # stops in the middle of an episode and of a log interval
     parts = tatc_run(tmp_path, "parts", updates=5, resume=True, **settings)
     weights = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts)]
-    for key in ("networks", "optimizers", "env", "rng", "random_walk"):
+    for key in ("networks", "optimizers", "env", "rng", "random_walk", "recent"):
         assert_same_tree(weights[0][key], weights[1][key])
+    assert len(weights[0]["recent"]) == 5
     assert csv_without_seconds(whole)[-1] == csv_without_seconds(parts)[-1]
     assert {"rollout/flipped", "rollout/diverged", "eval/skills_travel", "eval/reaches_end"} <= set(csv_without_seconds(whole)[-1])
 
@@ -1602,6 +1628,7 @@ def test_shaping_written_gradients_are_autograds():
     """sac_update's gradients of both losses against autograd on plain networks, with log deviations beyond their bounds too."""
     torch.manual_seed(0)
     args, count = evaluate.Shaping(), 64
+    alpha, tau = 0.01 * args.alpha, 1 - 0.995 ** (1 / args.update_ratio)  # for critics of (1 - gamma) Q; per step, not per update
     actor, critics, targets = evaluate.Mlps(1, 29, 16, 24), evaluate.Mlps(2, 37, 1, 24), evaluate.Mlps(2, 37, 1, 24)
     actor.layers[-1][0, 0, 8], actor.layers[-1][0, 0, 9] = 2.2, -21.0  # some or all deviations are clipped
     optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (actor, critics)]
@@ -1616,15 +1643,15 @@ def test_shaping_written_gradients_are_autograds():
     with torch.no_grad():
         next_actions, next_log_prob = evaluate.squash(shaping_plain_network(flat_actor, actor, next_obs)[0], next_noise)
         next_values = shaping_plain_network(old_targets, targets, torch.cat([next_obs, next_actions], -1))[..., 0]
-        target = evaluate.sac_target(rewards, terminated, next_values, next_log_prob, args.gamma, args.alpha)
+        target = evaluate.sac_target(rewards, terminated, next_values, next_log_prob, args.gamma, alpha)
     values = shaping_plain_network(flat_critics, critics, torch.cat([obs, actions], -1))[..., 0]
     expected, = torch.autograd.grad((values - target).square().mean(1).sum(), flat_critics)
     assert torch.allclose(critics.flat.grad, expected, atol=1e-5) and expected.abs().max() > 0.1
     new_actions, log_prob = evaluate.squash(shaping_plain_network(flat_actor, actor, obs)[0], noise)
     new_values = shaping_plain_network(critics.flat.detach(), critics, torch.cat([obs, new_actions], -1))[..., 0]
-    expected, = torch.autograd.grad((args.alpha * log_prob - new_values.amin(0)).mean(), flat_actor)
-    assert torch.allclose(actor.flat.grad, expected, atol=1e-5) and expected.abs().max() > 0.01
-    assert torch.allclose(targets.flat, 0.995 * old_targets + 0.005 * critics.flat, atol=1e-7)
+    expected, = torch.autograd.grad((alpha * log_prob - new_values.amin(0)).mean(), flat_actor)
+    assert torch.allclose(actor.flat.grad, expected, atol=1e-6) and expected.abs().max() > 1e-3
+    assert torch.allclose(targets.flat, (1 - tau) * old_targets + tau * critics.flat, atol=1e-7)
     for net, old in ((actor, flat_actor), (critics, flat_critics)):  # Adam's first step has the gradient's sign and length 1e-2
         moved = net.flat.grad.abs() > 1e-4
         assert torch.allclose((old - net.flat)[moved], 1e-2 * net.flat.grad.sign()[moved], rtol=1e-2)
@@ -1647,7 +1674,8 @@ def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path):
         assert torch.equal(value, parts["agent"]["networks"][key])
     assert whole["agent"]["updates"] == int(0.25 * (160 - 16))
     rows = evaluate.read_results(tmp_path / "whole.csv")
-    assert {row["metric"] for row in rows} == {"success", "success_at_end", "return", "distance", "flipped", "diverged"}
+    assert {row["metric"] for row in rows} == {
+        "success", "success_at_end", "return", "distance", "flipped", "diverged", "sampled_success", "sampled_distance"}
     assert [row["step"] for row in rows if row["metric"] == "success"] == ["40", "80", "120", "160"]
     assert {(row["experiment"], row["method"], row["env"], row["seed"]) for row in rows} == {("shaping-dense", "TATC", "antmaze1", "1")}
     run("light", steps=80)
@@ -1683,7 +1711,7 @@ def test_shaping_critics_begin_at_the_value_of_the_warmup(monkeypatch):
     replay = agent.replay
     mean = np.mean([replay.rewards[t, n] for t in range(replay.filled) for n in range(args.num_envs) if replay.usable[t, n]])
     for name in ("critics", "targets"):
-        assert torch.allclose(agent.networks[name].layers[-1], torch.full((2, 1, 1), float(mean) / max(1 - args.gamma, 1 / args.horizon)))
+        assert torch.allclose(agent.networks[name].layers[-1], torch.full((2, 1, 1), float(mean)))  # (1 - gamma) Q
     assert mean < -1 and before.abs().max() < 1
 
 
