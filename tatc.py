@@ -16,9 +16,8 @@ D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart
     at four times and everything else at a fiftieth of the policies' scale (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
 D8  On the ants phi learns from every 10th state of the last 40 updates' trajectories (--phi-memory 1 is the paper's).
-D9  On the ants phi's step size is 3e-4 (--learning-rate 1e-3 is the paper's).
-D10 On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
-D11 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill
+D9  On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
+D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill
     (--fall-cost 0 is the paper's).
 """
 
@@ -52,10 +51,10 @@ PAPER = {
     "grid": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20),
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
-GRID = dict(boredom_coef=2.0, pair_gap=1, phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c", learning_rate=1e-3,
-            step_floor=0.0, fall_cost=0.0, updates=7000)
-ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=40, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped", learning_rate=3e-4,
-           step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
+GRID = dict(boredom_coef=2.0, pair_gap=1, phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c",
+            learning_rate=1e-3, step_floor=0.0, fall_cost=0.0, updates=7000)
+ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=40, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
+           learning_rate=1e-3, step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
 
 
 @dataclass
@@ -213,7 +212,7 @@ def contrastive_loss(phi_u, phi_v, phi_x, phi_y, beta):
 def skill_reward(phi_s, phi_next, delta, floor=0.0):
     """Eq. 3: cosine [...] between the step phi_s -> phi_next [..., d] and delta [..., d]; 0 where phi does not move.
 
-    D10: `floor` times the batch's mean length is added to the length of the step, so that a small step earns less than a large one.
+    D9: `floor` times the batch's mean length is added to the length of the step, so that a small step earns less than a large one.
     """
     step = phi_next - phi_s
     norm = step.norm(dim=-1)
@@ -441,7 +440,7 @@ def update(args, networks, optimizers, omega, batch, episode, random_walk, recen
         rows = flatten_trajectories(tau[:, :-1], tau_actions, tau_skill)
         if args.skill_update == "clipped":
             fallen = torch.zeros(tau.shape[:2], dtype=torch.bool, device=device)
-            if fall_cost:  # D11
+            if fall_cost:  # D10
                 fallen = antmaze.on_back(tau).cumsum(1) > 0
             paid = torch.where(fallen[:, 1:], -fall_cost, reward)
             terms = clipped_low_update(args, networks, optimizers["low"], omega, rows, paid, fallen, rng)

@@ -977,7 +977,7 @@ def test_clipped_update_moves_every_network(monkeypatch):
 
 
 def test_a_fall_is_paid_once_and_ends_the_lesson(monkeypatch):
-    """D11: -20 for the step that ends on the back, nothing learned from the steps that begin there, even if the ant rolls over."""
+    """D10: -20 for the step that ends on the back, nothing learned from the steps that begin there, even if the ant rolls over."""
     args, env, networks, omega = ant_setup()
     rng, walkers = np.random.default_rng(0), np.zeros(6, dtype=bool)
     batch = tatc.rollout(args, env, networks, omega, walkers, rng)
