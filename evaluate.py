@@ -1538,7 +1538,8 @@ def antmaze_representations(results_dir):
     scores = {"updates": "updates", "spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "coverage": "coverage",
               "far": "far", "far_end_steps": "million steps to the far end", "skills_travel": "positions where a skill travels 3 units",
               "skills_used": "skills that do", "reaches_end": "at the far end in 1000 steps"}
-    methods = {"TATC": "full", "TATC boredom=0": "beta' = 0", "TATC a2c": "vanilla A2C", "TATC gap=1": "pairs one step apart"}
+    methods = {"TATC": "full", "TATC boredom=0": "beta' = 0", "TATC boredom=0 memory=1": "beta' = 0, no memory", "TATC a2c": "vanilla A2C",
+               "TATC memory=1": "no memory", "TATC memory=1 a2c": "vanilla A2C, no memory", "TATC gap=1": "pairs one step apart"}
     return {"antmaze": spread_table(rows, "maze", [(f"{env}: {label}", method, env) for env in antmaze.MAZES
                                                    for method, label in methods.items()], scores)}
 
@@ -1588,6 +1589,17 @@ def antmaze_tables(results_dir):
         tables["trials"] = spread_table(rows, "setting", [(f"{env}: {method}", method, env) for method, env in entries], {
             "updates": "updates", "coverage": "coverage", "reached": "furthest reached", "spearman_all": "Spearman, all pairs",
             "spearman_s0": "Spearman, from s0", "skill_reward": "skill reward", "extent": "extent of phi"})
+    rows = read_results(results_dir / "antmaze_shaping_trials.csv")
+    if rows:
+        headings = {"distance": "distance to the goal", "sampled_distance": "of the sampled policy", "flipped": "on their back"}
+        lines = ["| setting | steps | " + " | ".join(headings.values()) + " | least distance |", "|---" * (len(headings) + 3) + "|"]
+        for method in dict.fromkeys(row["method"] for row in rows):
+            mine = [row for row in rows if row["method"] == method]
+            last = {row["metric"]: float(row["value"]) for row in mine}  # rows are in the order of steps
+            least = min(float(row["value"]) for row in mine if row["metric"] == "distance")
+            cells = [f"{last[name]:.2f}" if name in last else "" for name in headings]
+            lines.append(f"| {method} | {max(int(row['step']) for row in mine):,} | " + " | ".join(cells) + f" | {least:.2f} |")
+        tables["shaping-trials"] = "\n".join(lines)
     rows = read_results(results_dir / "antmaze_physics.csv")
     if rows:
         columns = {"resting_height": "resting height", "distance_mean": "distance", "distance_stderr": "its standard error",
@@ -1807,7 +1819,7 @@ def plan_commands(args):
 
     def tatc(env, seeds=all_seeds):
         ant = env in antmaze.MAZES
-        return train("tatc.py", env, "s0", seeds, 28 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
+        return train("tatc.py", env, "s0", seeds, 14 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
 
     def lap(env, prior, dim, seeds=all_seeds):
         minutes = 2.6 if env in antmaze.MAZES else 1.7
@@ -1846,7 +1858,7 @@ def plan_commands(args):
         if experiment == "antmaze":
             for env in antmaze.MAZES:
                 tatc(env, few_seeds)
-            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 28, "antmaze_tatc.csv")
+            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 14, "antmaze_tatc.csv")
             train("tatc.py --skill-update a2c", "antmaze1", "s0-a2c", few_seeds, 20, "antmaze_tatc.csv")
         if experiment == "shaping":
             for env in antmaze.MAZES:
@@ -1854,7 +1866,7 @@ def plan_commands(args):
                 sources = [f"--reward {reward} --run {run}" for reward in ("dense", "mix") for run in runs]
                 sources += [f"--reward {reward} --env {env} --seed {seed}" for reward in ("sparse", "xy") for seed in few_seeds]
                 for source in sources:
-                    add("evaluate", f"evaluate.py shaping {source} --resume --results {args.results_dir}/antmaze_shaping.csv", 35)
+                    add("evaluate", f"evaluate.py shaping {source} --resume --results {args.results_dir}/antmaze_shaping.csv", 14)
         if experiment == "skills":
             runs = tatc("antmaze1", few_seeds)
             runs += train("baselines_dco_diayn.py dco", "antmaze1", "uniform", few_seeds, 50)
