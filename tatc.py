@@ -538,7 +538,7 @@ def resolve(args):
     env, world = make_env(args)
     defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
     if world is antmaze and args.skill_update == "a2c":
-        defaults |= dict(low_entropy_coef=0.1, learning_rate=1e-3, step_floor=0.0, fall_cost=0.0)  # the paper's, for the paper's update
+        defaults |= dict(low_entropy_coef=0.1, step_floor=0.0, fall_cost=0.0)  # the paper's, for the paper's update
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
