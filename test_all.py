@@ -714,7 +714,7 @@ def test_update_without_walkers_or_without_workers(tmp_path, walkers):
     optimizers = tatc.make_optimizers(args, networks)
     batch = tatc.rollout(args, env, networks, omega, walkers, rng)
     info = tatc.update(args, networks, optimizers, omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers,
-                [(batch[0][:, :: args.pair_gap], walkers)], rng)
+                       [(batch[0][:, :: args.pair_gap], walkers)], rng)
     assert all(torch.isfinite(parameter).all() for parameter in networks.parameters())
     assert ("loss/attract" in info) == walkers[0] and ("loss/boredom" in info) != walkers[0]
 
@@ -2319,7 +2319,8 @@ def benchmark(updates=60):
     def ours():
         random_walk = tatc.start_episodes(args, env, rng)
         obs, actions, skills = tatc.rollout(args, env, networks, omega, random_walk, rng)
-        tatc.update(args, networks, optimizers, omega, (obs, actions, skills), (obs[:, 0], obs[-1, -1], skills), random_walk, [(obs, random_walk)], rng)
+        tatc.update(args, networks, optimizers, omega, (obs, actions, skills), (obs[:, 0], obs[-1, -1], skills), random_walk,
+                    [(obs, random_walk)], rng)
 
     steps = args.num_envs * args.episode_length
     skill_steps = round(steps * (1 - args.random_walk_prob))
@@ -2352,7 +2353,7 @@ def ants_benchmark(rounds=9):
     args, env, rng, omega, networks, optimizers = fresh_trainer("antmaze1")
     skills_per_episode = args.episode_length // args.skill_length
     step = antmaze.bare_loop(env.model, args.num_envs, 1, 0)[0]
-    torques = rng.integers(0, 5, (args.skill_length, args.num_envs, 8)) / 2 - 1
+    torques, recent = rng.integers(0, 5, (args.skill_length, args.num_envs, 8)) / 2 - 1, []
 
     def ours():
         began, choices = [], []
@@ -2362,12 +2363,16 @@ def ants_benchmark(rounds=9):
             began.extend(obs[:, 0])
             choices.extend(skills)
             episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if number == skills_per_episode else None
-            tatc.update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, [(obs[:, :: args.pair_gap], random_walk)], rng, args.fall_cost)
+            recent.append((obs[:, :: args.pair_gap].copy(), random_walk))
+            tatc.update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, recent, rng, args.fall_cost)
+            del recent[: len(recent) + 1 - args.phi_memory]
 
     def bare():
         for torque in np.concatenate([torques] * skills_per_episode):
             step(torque)
 
+    while len(recent) < args.phi_memory - 1:
+        ours()
     speeds = {"tatc.py, whole loop": [], "mujoco.batch, same model": []}
     for _ in range(rounds):
         for (name, values), function in zip(speeds.items(), (ours, bare)):
