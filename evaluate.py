@@ -169,7 +169,7 @@ def method_name(run_args):
     if run_args["script"] == "tatc" and ant:
         name += f" boredom={run_args['boredom_coef']:g}" if run_args.get("boredom_coef", 5) not in (0, 5) else ""
         name += f" gap={run_args['pair_gap']}" if run_args.get("pair_gap", 10) != 10 else ""
-        name += f" memory={run_args['phi_memory']}" if run_args.get("phi_memory", 40) != 40 else ""
+        name += f" memory={run_args['phi_memory']}" if run_args.get("phi_memory", 20) != 20 else ""
         vanilla = run_args.get("skill_update") == "a2c"  # with the paper's Eq. 3
         name += f" floor={run_args['step_floor']:g}" if run_args.get("step_floor", 1 - vanilla) != 1 - vanilla else ""
         cost = 0 if vanilla else 20
@@ -1032,8 +1032,8 @@ def benchmark_sac(args, env, reward, scale, env_name, rounds=3, seconds=8.0):
             best[name] = max(best.get(name, 0.0), count / (time.process_time() - begin))
     ratio = best["evaluate.py"] / best["Stable-Baselines3"]
     print(", ".join(f"{name} {value:,.0f}" for name, value in best.items()) + f" environment steps per CPU second: {ratio:.2f} times")
-    rows = [("shaping-speed", name, env_name, args.seed, 0, f"steps_per_second_ratio{args.update_ratio:g}_ants{args.num_envs}", value)
-            for name, value in best.items()]
+    setting = f"shaping-speed-ratio{args.update_ratio:g}-batch{args.batch_size}-ants{args.num_envs}"
+    rows = [(setting, name, env_name, args.seed, 0, "steps_per_cpu_second", value) for name, value in best.items()]
     add_results(Path(args.results).with_name("antmaze_shaping_speed.csv"), rows)
 
 

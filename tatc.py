@@ -15,7 +15,7 @@ D5  On the ants both policies learn by several passes over their data with a cli
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees x, y
     at four times and everything else at a fiftieth of the policies' scale (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
-D8  On the ants phi learns from every 10th state of the last 40 updates' trajectories (--phi-memory 1 is the paper's).
+D8  On the ants phi learns from every 10th state of the last 20 updates' trajectories (--phi-memory 1 is the paper's).
 D9  On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
 D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill
     (--fall-cost 0 is the paper's).
@@ -53,7 +53,7 @@ PAPER = {
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c",
             learning_rate=1e-3, step_floor=0.0, fall_cost=0.0, updates=7000)
-ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=40, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
+ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=20, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
            learning_rate=1e-3, step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
 
 
@@ -693,7 +693,7 @@ def train(args):
         fall_cost = args.fall_cost if number > args.fall_after else 0.0
         recent.append((obs[:, :: args.pair_gap].copy(), random_walk))
         info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, recent, rng, fall_cost)
-        del recent[: len(recent) + 1 - args.phi_memory]
+        recent = recent[max(0, len(recent) + 1 - args.phi_memory) :]
         if complete:
             began, choices = [], []
 

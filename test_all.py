@@ -996,15 +996,17 @@ def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(tatc, "ant_scores", functools.partial(tatc.ant_scores, tries=4, steps=20))
     real, costs = tatc.update, []
     monkeypatch.setattr(tatc, "update", lambda *rest: costs.append(rest[-1]) or real(*rest))
-    settings = dict(env="antmaze2", num_envs=4, hidden=16, skill_length=10, episode_length=20, fall_after=2, log_every=2, checkpoint_every=3)
+    settings = dict(env="antmaze2", num_envs=4, hidden=16, skill_length=10, episode_length=20, fall_after=2, log_every=2, checkpoint_every=3,
+                    phi_memory=4)
     whole = tatc_run(tmp_path, "whole", updates=5, **settings)
     assert costs == [0, 0, 20, 20, 20]
-    tatc_run(tmp_path, "parts", updates=3, **settings)  # stops in the middle of an episode and of a log interval
-    parts = tatc_run(tmp_path, "parts", updates=5, resume=True, **settings)
+    parts = tatc_run(tmp_path, "parts", updates=3, **settings)  # stops in the middle of an episode and of a log interval
+    assert len(torch.load(parts / "checkpoint.pt", weights_only=True)["recent"]) == 3
+    tatc_run(tmp_path, "parts", updates=5, resume=True, **settings)
     weights = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts)]
     for key in ("networks", "optimizers", "env", "rng", "random_walk", "recent"):
         assert_same_tree(weights[0][key], weights[1][key])
-    assert len(weights[0]["recent"]) == 5
+    assert len(weights[0]["recent"]) == 3  # the next update is the fourth that phi learns from
     assert csv_without_seconds(whole)[-1] == csv_without_seconds(parts)[-1]
     assert {"rollout/flipped", "rollout/diverged", "eval/skills_travel", "eval/reaches_end"} <= set(csv_without_seconds(whole)[-1])
 
@@ -2365,7 +2367,7 @@ def ants_benchmark(rounds=9):
             episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if number == skills_per_episode else None
             recent.append((obs[:, :: args.pair_gap].copy(), random_walk))
             tatc.update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, recent, rng, args.fall_cost)
-            del recent[: len(recent) + 1 - args.phi_memory]
+            del recent[: max(0, len(recent) + 1 - args.phi_memory)]
 
     def bare():
         for torque in np.concatenate([torques] * skills_per_episode):
