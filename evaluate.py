@@ -22,6 +22,9 @@ E3  phi is centred and divided by one number, so that its coordinates have mean 
     every representation. Distances keep their proportions, and what is linear in phi stays linear.
 E4  Shaping: SAC makes one update in eight environment steps, of 128 transitions, with Adam at 3e-4 (paper: 1e-4, presumably an update
     per step), and the target critics follow at the paper's rate per environment step.
+E5  Shaping: the critics learn what an action adds to staying where one is, (1 - gamma) Q(s, a) - r(s), where r(s) is the reward of
+    arriving in s. Rewards, optimal policies and the actor's gradient are those of the paper's SAC.
+E6  Shaping: an ant that falls on its back in training begins anew, and counts as staying there for ever; in evaluations it goes on.
 """
 
 import csv
@@ -531,9 +534,8 @@ def collect_scores(args):
 
 
 # ==================================================================================== shaping: SAC on distances in phi
-# What the paper leaves open: observations are scaled by antmaze's fixed constants; all ants begin and end their episodes together; an
-# ant on its back stays there until its episode ends; one whose physics diverged goes on from s0, and that step is not learned from; the
-# critics learn (1 - gamma) Q, and begin at the warm-up's mean reward.
+# What the paper leaves open: observations are scaled by antmaze's fixed constants; all ants end their episodes together; one whose
+# physics diverged goes on from s0, and that step is not learned from.
 @dataclass
 class Shaping:
     """SAC on batched ants, rewarded by the distance to the goal in a learned phi (or in the plane, or by success alone)."""
@@ -558,6 +560,8 @@ class Shaping:
     """steps per episode; the end is a truncation, values are bootstrapped there"""
     end_on_success: bool = False
     """reaching the goal ends an ant's episode, as a terminal state"""
+    end_on_fall: bool = True
+    """an ant that falls on its back in training begins anew, and counts as staying there for ever; evaluations go on"""
     warmup: int = 10_000
     """environment steps with uniform actions before the first update"""
     update_ratio: float = 0.125
@@ -694,31 +698,31 @@ class AntReplay:
         self.rows += -(-self.rows // horizon) + 1
         self.obs = np.zeros((self.rows, num_envs, 29), np.float32)
         self.actions = np.zeros((self.rows, num_envs, 8), np.float32)
-        self.rewards = np.zeros((self.rows, num_envs), np.float32)
+        self.progress = np.zeros((self.rows, num_envs), np.float32)
         self.terminated = np.zeros((self.rows, num_envs), bool)
         self.usable = np.zeros((self.rows, num_envs), bool)
         self.row, self.filled = 0, 0  # next to write; rows that hold something
 
-    ARRAYS = ("obs", "actions", "rewards", "terminated", "usable")
+    ARRAYS = ("obs", "actions", "progress", "terminated", "usable")
 
-    def add(self, obs, actions, rewards, terminated, next_obs, usable, last):
+    def add(self, obs, actions, progress, terminated, next_obs, usable, last):
         """One step of all ants; `last`: the episodes end here, and the next `obs` are not these next_obs."""
         row, following = self.row, (self.row + 1) % self.rows
-        for name, value in zip(self.ARRAYS, (obs, actions, rewards, terminated, usable)):
+        for name, value in zip(self.ARRAYS, (obs, actions, progress, terminated, usable)):
             getattr(self, name)[row] = value
         self.obs[following], self.usable[following] = next_obs, False
         self.filled = max(self.filled, row + 1, following + 1)
         self.row = (following + int(last)) % self.rows
 
     def sample(self, count, rng):
-        """count transitions, uniformly: obs, actions, rewards, terminated, next_obs as tensors of leading size count."""
+        """count transitions, uniformly: obs, actions, progress, terminated, next_obs as tensors of leading size count."""
         num_envs = self.obs.shape[1]
         usable = self.usable.reshape(-1)
         index = rng.integers(self.filled * num_envs, size=count)
         while len(bad := np.flatnonzero(~usable[index])):
             index[bad] = rng.integers(self.filled * num_envs, size=len(bad))
         following = (index + num_envs) % (self.rows * num_envs)
-        flat = (self.obs.reshape(-1, 29), self.actions.reshape(-1, 8), self.rewards.reshape(-1), self.terminated.reshape(-1))
+        flat = (self.obs.reshape(-1, 29), self.actions.reshape(-1, 8), self.progress.reshape(-1), self.terminated.reshape(-1))
         return [torch.from_numpy(array[index]) for array in flat] + [torch.from_numpy(flat[0][following])]
 
     def state(self):
@@ -789,32 +793,36 @@ def squash_gradient(outputs, noise, actions, grad_actions, grad_log_prob):
     return torch.cat([grad_before, grad_log_std], dim=-1)
 
 
-def sac_target(rewards, terminated, next_values, next_log_prob, gamma, alpha):
-    """r + gamma (min_i Q_i(s', a') - alpha log pi(a'|s')), all [n], next_values [2, n]; nothing follows a terminal state."""
-    return rewards + gamma * ~terminated * (next_values.amin(0) - alpha * next_log_prob)
+def sac_progress(before, after, succeeded, gamma):
+    """What takes the reward's place for critics of (1 - gamma) Q(s, a) - r(s) (E5), all [n]: r(s') - r(s).
+
+    Q(s, a) = r(s') + gamma V(s') times 1 - gamma, minus r(s), is r(s') - r(s) + gamma ((1 - gamma) V(s') - r(s')). Where an episode
+    ends without more, on success, V(s') is 0; an ant on its back has V(s') = r(s') / (1 - gamma), and the last term is 0.
+    """
+    return after - before - gamma * succeeded * after
 
 
-def critic_unit(args):
-    """What rewards and alpha are multiplied by inside SAC: its critics learn (1 - gamma) Q, numbers of the size of a reward."""
-    return max(1 - args.gamma, 1 / args.horizon)
+def sac_target(progress, terminated, next_values, next_log_prob, gamma, alpha):
+    """progress + gamma (min_i C_i(s', a') - alpha log pi(a'|s')), all [n], next_values [2, n]; nothing follows a terminal state."""
+    return progress + gamma * ~terminated * (next_values.amin(0) - alpha * next_log_prob)
 
 
 @torch.no_grad()
 def sac_update(args, actor, critics, targets, actor_optimizer, critic_optimizer, batch):
     """One step of the twin critics, of the actor through the new critics, and of the target critics.
 
-    batch: that of AntReplay.sample, observations times obs_scale and rewards times critic_unit.
+    batch: that of AntReplay.sample, observations times obs_scale. The critics are C of E5, so alpha is times 1 - gamma as well.
     """
-    obs, actions, rewards, terminated, next_obs = batch
-    count, alpha = len(obs), args.alpha * critic_unit(args)
+    obs, actions, progress, terminated, next_obs = batch
+    count, alpha = len(obs), args.alpha * (1 - args.gamma)
     noise, next_noise = torch.randn(2, count, 8)
     next_actions, next_log_prob = squash(actor(next_obs)[0][0], next_noise)
     next_values, _ = targets(torch.cat([next_obs, next_actions], dim=-1))
-    target = sac_target(rewards, terminated, next_values[..., 0], next_log_prob, args.gamma, alpha)
-    values, inputs = critics(torch.cat([obs, actions], dim=-1))  # loss: sum over the critics of mean (Q - target)^2
+    target = sac_target(progress, terminated, next_values[..., 0], next_log_prob, args.gamma, alpha)
+    values, inputs = critics(torch.cat([obs, actions], dim=-1))  # loss: sum over the critics of mean (C - target)^2
     critics.backward(inputs, (values - target[:, None]) * (2 / count))
     critic_optimizer.step()
-    outputs, actor_inputs = actor(obs)  # loss: mean of alpha log pi - min Q
+    outputs, actor_inputs = actor(obs)  # loss: mean of alpha log pi - min C
     new_actions, _ = squash(outputs[0], noise)
     values, inputs = critics(torch.cat([obs, new_actions], dim=-1))
     grad_hidden = critics.backward(inputs, (values == values.amin(0)) * (-1 / count), learn=False)
@@ -876,19 +884,18 @@ class Sac:
         next_obs = env.move(actions)
         self.moves += 1
         with torch.no_grad():
-            rewards = self.scale * self.reward(next_obs)
-        terminated = within_goal(next_obs, env) if args.end_on_success else np.zeros(args.num_envs, bool)
+            before, after = self.scale * self.reward(np.concatenate([obs, next_obs])).reshape(2, -1)
+        succeeded = within_goal(next_obs, env) & args.end_on_success
+        terminated = succeeded | (env.flipped() & args.end_on_fall)
+        progress = sac_progress(before, after, succeeded, args.gamma)
         last = self.moves % args.horizon == 0
-        self.replay.add(obs, actions, rewards, terminated, next_obs, ~env.last_diverged, last)
+        self.replay.add(obs, actions, progress, terminated, next_obs, ~env.last_diverged, last)
         if last or terminated.any():
             env.place(terminated | last, "s0")
         due = int(args.update_ratio * (self.moves * args.num_envs - self.begin_updates)) - self.updates
         if due > 0:
-            if self.updates == 0:
-                for name in ("critics", "targets"):
-                    self.networks[name].layers[-1].fill_(self.replay.rewards[self.replay.usable].mean())
-            obs, actions, rewards, terminated, next_obs = self.replay.sample(due * args.batch_size, self.rng)
-            parts = (obs * self.obs_scale, actions, rewards * critic_unit(args), terminated, next_obs * self.obs_scale)
+            obs, *parts, next_obs = self.replay.sample(due * args.batch_size, self.rng)
+            parts = (obs * self.obs_scale, *parts, next_obs * self.obs_scale)
             for batch in zip(*(part.split(args.batch_size) for part in parts)):
                 sac_update(args, *self.networks.values(), *self.optimizers, batch)
             self.updates += due
@@ -921,9 +928,10 @@ def check_shaping(args):
                  "checkpoint_every"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least 1")
-    for name in ("gamma", "tau"):
-        if not 0 < getattr(args, name) <= 1:
-            raise UsageError(f"--{name} is {getattr(args, name)}; use a number above 0 and at most 1")
+    if not 0 < args.gamma < 1:
+        raise UsageError(f"--gamma is {args.gamma}; use a number between 0 and 1")
+    if not 0 < args.tau <= 1:
+        raise UsageError(f"--tau is {args.tau}; use a number above 0 and at most 1")
     for name in ("reward_scale", "update_ratio", "learning_rate", "alpha"):
         value = getattr(args, name)
         if value is not None and not (0 <= value < float("inf")):

@@ -1227,7 +1227,7 @@ def test_laprep_run_directory_follows_the_contract(tmp_path):
     (dict(dim=0), "--dim is 0; use at least 1"),
     (dict(dim=9), "has 8 states"),
     (dict(discount=1.0), "--discount is 1.0"),
-    (dict(reset_prob=1.5), "--reset-prob is 1.5; use a probability"),
+    (dict(reset_prob=1.5), "--reset-prob is 1.5; use a number from 0 to 1"),
     (dict(beta=float("nan")), "--beta is nan"),
     (dict(device="nowhere"), "--device 'nowhere' is not usable"),
 ])
@@ -1630,7 +1630,7 @@ def test_shaping_written_gradients_are_autograds():
     """sac_update's gradients of both losses against autograd on plain networks, with log deviations beyond their bounds too."""
     torch.manual_seed(0)
     args, count = evaluate.Shaping(), 64
-    alpha, tau = 0.01 * args.alpha, 1 - 0.995 ** (1 / args.update_ratio)  # for critics of (1 - gamma) Q; per step, not per update
+    alpha, tau = 0.01 * args.alpha, 1 - 0.995 ** (1 / args.update_ratio)  # of critics of (1 - gamma) Q - r; per step, not per update
     actor, critics, targets = evaluate.Mlps(1, 29, 16, 24), evaluate.Mlps(2, 37, 1, 24), evaluate.Mlps(2, 37, 1, 24)
     actor.layers[-1][0, 0, 8], actor.layers[-1][0, 0, 9] = 2.2, -21.0  # some or all deviations are clipped
     optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (actor, critics)]
@@ -1690,7 +1690,7 @@ def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path):
 
 
 def test_shaping_success_ends_only_when_asked(tmp_path):
-    for ends in (False, True):
+    for ends in (False, True):  # E5 at a goal worth 10: nothing is gained by staying, (1 - gamma) 10 - 10 by ending
         args = evaluate.Shaping(reward="sparse", seed=0, end_on_success=ends, **SHAPING_SMALL)
         env, reward, scale, _ = evaluate.prepare_shaping(args)
         env.goal_xy = np.zeros(2)  # s0 is the goal
@@ -1698,23 +1698,45 @@ def test_shaping_success_ends_only_when_asked(tmp_path):
         for _ in range(12):
             agent.step()
         usable = agent.replay.usable[:agent.replay.filled]
-        assert (agent.replay.rewards[:agent.replay.filled][usable] == 10).all()
+        assert (agent.replay.progress[:agent.replay.filled][usable] == (np.float32(-9.9) if ends else 0)).all()
         assert (agent.replay.terminated[:agent.replay.filled][usable] == ends).all()
         moved = np.abs(agent.replay.obs[9, :, :2]).max() > 0.1 + 1e-6  # the noise of a reset is 0.1
         assert moved != ends and not usable[10].any()  # row 10 holds the final states
 
 
-def test_shaping_critics_begin_at_the_value_of_the_warmup(monkeypatch):
-    monkeypatch.setattr(evaluate, "sac_update", lambda *_: None)
+def test_shaping_critics_of_progress_are_those_of_the_reward():
+    """E5 on a random chain: C + r(s) is (1 - gamma) Q, the values of the reward itself, found by iteration."""
+    rng, gamma, alpha, states, actions = np.random.default_rng(0), 0.9, 0.3, 6, 3
+    reward, log_pi = rng.normal(size=states), np.log(rng.dirichlet(np.ones(actions), states))
+    following = rng.integers(states, size=(states, actions))
+    fallen, succeeded = np.arange(states) == 4, np.arange(states) == 5
+    q, critic = np.zeros((states, actions)), np.zeros((states, actions))
+    for _ in range(400):
+        value = (np.exp(log_pi) * (q - alpha * log_pi)).sum(1)
+        value = np.where(fallen, reward / (1 - gamma), np.where(succeeded, 0.0, value))
+        q = reward[following] + gamma * value[following]
+        target = np.zeros_like(critic)
+        for s, a in np.ndindex(states, actions):
+            n = following[s, a]
+            parts = [torch.tensor([part]) for part in (reward[s], reward[n], succeeded[n])]
+            progress = evaluate.sac_progress(*parts, gamma)
+            each = evaluate.sac_target(progress, torch.tensor([bool(fallen[n] | succeeded[n])]), torch.tensor(critic[n]).expand(2, -1),
+                                       torch.tensor(log_pi[n]), gamma, (1 - gamma) * alpha)
+            target[s, a] = np.exp(log_pi[n]) @ each.numpy()
+        critic = target
+    assert np.allclose(critic + reward[:, None], (1 - gamma) * q, atol=1e-9) and np.ptp(q) > 1
+
+
+def test_shaping_a_fall_ends_the_episode():
     agent = evaluate.Sac(args := evaluate.Shaping(reward="xy", seed=0, **SHAPING_SMALL), *evaluate.prepare_shaping(args)[:3])
-    while not agent.updates:
-        before = agent.networks["critics"].layers[-1].clone()
-        agent.step()
-    replay = agent.replay
-    mean = np.mean([replay.rewards[t, n] for t in range(replay.filled) for n in range(args.num_envs) if replay.usable[t, n]])
-    for name in ("critics", "targets"):
-        assert torch.allclose(agent.networks[name].layers[-1], torch.full((2, 1, 1), float(mean)))  # (1 - gamma) Q
-    assert mean < -1 and before.abs().max() < 1
+    agent.env._physics[1, 3:7] = (0, 1, 0, 0)  # on its back
+    agent.step()
+    assert agent.replay.terminated[0].tolist() == [False, True, False, False]
+    assert not agent.env.flipped().any()  # it is back at s0
+    args.end_on_fall = False
+    agent.env._physics[1, 3:7] = (0, 1, 0, 0)
+    agent.step()
+    assert not agent.replay.terminated[1].any() and agent.env.flipped()[1]
 
 
 def test_skills_of_every_kind_act_as_in_their_own_scripts(tmp_path):
