@@ -52,9 +52,9 @@ PAPER = {
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c",
-            learning_rate=1e-3, anneal=0.0, step_floor=0.0, fall_cost=0.0, updates=7000)
+            learning_rate=1e-3, step_floor=0.0, fall_cost=0.0, updates=7000)
 ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=20, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
-           learning_rate=1e-3, anneal=0.5, step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
+           learning_rate=1e-3, step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
 
 
 @dataclass
@@ -107,8 +107,6 @@ class Args:
     """units in each of the two hidden layers"""
     learning_rate: Optional[float] = None
     """RMSprop step size of every network (paper: 1e-3), with the clipped update of phi"""
-    anneal: Optional[float] = None
-    """share of the updates, the last ones, over which every step size goes linearly to 0 (paper: 0, constant)"""
     high_entropy_coef: Optional[float] = None
     """entropy coefficient of pi_hi"""
     low_entropy_coef: Optional[float] = None
@@ -557,9 +555,9 @@ def resolve(args):
     args.skills_per_update = args.skills_per_update or skills
     if args.skills_per_update < 1 or skills % args.skills_per_update:
         raise UsageError(f"--skills-per-update is {args.skills_per_update}; use a divisor of L = {skills}")
-    for name in ("reset_prob", "random_walk_prob", "anneal"):
+    for name in ("reset_prob", "random_walk_prob"):
         if not 0 <= getattr(args, name) <= 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a number from 0 to 1")
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a probability")
     for name in ("beta", "boredom_coef", "step_floor", "fall_cost", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
@@ -653,15 +651,13 @@ def train(args):
     networks = make_networks(args, env)
     omega = torch.as_tensor(make_directions(args), device=args.device)
     optimizers = make_optimizers(args, networks)
-    step_sizes = [optimizer.param_groups[0]["lr"] for optimizer in optimizers.values()]
     skills_per_episode = args.episode_length // args.skill_length
     far_cells = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
 
     done, seconds, sums, rows, snapshots = 0, 0.0, {}, [], {}
     visited = np.zeros(env.num_cells, dtype=bool)
     random_walk, began, choices, recent = None, [], [], []
-    free = ("run_dir", "resume", "device", "num_threads") + (() if args.anneal else ("updates",))
-    identity = {key: value for key, value in asdict(args).items() if key not in free}
+    identity = {key: value for key, value in asdict(args).items() if key not in ("updates", "run_dir", "resume", "device", "num_threads")}
     if args.resume and checkpoint_path.exists():
         checkpoint = load_checkpoint(checkpoint_path)
         other = [f"{key} {old!r} there, {identity.get(key)!r} here"
@@ -695,9 +691,6 @@ def train(args):
         complete = len(began) == skills_per_episode
         episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if complete else None
         fall_cost = args.fall_cost if number > args.fall_after else 0.0
-        if args.anneal:  # D11
-            for optimizer, step_size in zip(optimizers.values(), step_sizes):
-                optimizer.param_groups[0]["lr"] = step_size * min(1.0, (args.updates + 1 - number) / (args.anneal * args.updates))
         recent.append((obs[:, :: args.pair_gap].copy(), random_walk))
         info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, recent, rng, fall_cost)
         recent = recent[max(0, len(recent) + 1 - args.phi_memory) :]
