@@ -21,7 +21,7 @@ E2  Value error is the root mean square over all states but the goal, against th
 E3  phi is centred and divided by one number, so that its coordinates have mean variance 1: Adam's step size then means the same for
     every representation. Distances keep their proportions, and what is linear in phi stays linear.
 E4  Shaping: SAC makes one update in eight environment steps, of 128 transitions, with Adam at 3e-4 (paper: 1e-4, presumably an update
-    per step), and the target critics follow at the paper's rate per environment step.
+    per step) that goes to 0 over the last 30 % of a run, and the target critics follow at the paper's rate per environment step.
 E5  Shaping: the critics learn what an action adds to staying where one is, (1 - gamma) Q(s, a) - r(s), where r(s) is the reward of
     arriving in s. Rewards, optimal policies and the actor's gradient are those of the paper's SAC.
 E6  Shaping: an ant that falls on its back in training begins anew, and counts as staying there for ever; in evaluations it goes on.
@@ -580,6 +580,8 @@ class Shaping:
     """step of the target critics towards the critics, per environment step: an update makes up for the steps since the last"""
     learning_rate: float = 3e-4
     """Adam step size (paper: 1e-4)"""
+    anneal: float = 0.3
+    """share of the steps, the last ones, over which the Adam step size goes linearly to 0 (paper: 0, constant)"""
     eval_every: int = 50_000
     """environment steps between two evaluations of the deterministic policy"""
     eval_episodes: int = 16
@@ -892,6 +894,9 @@ class Sac:
         self.replay.add(obs, actions, progress, terminated, next_obs, ~env.last_diverged, last)
         if last or terminated.any():
             env.place(terminated | last, "s0")
+        left = (args.steps - self.moves * args.num_envs) / args.steps  # share of the steps
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (min(1.0, max(left, 0.0) / args.anneal) if args.anneal else 1.0)
         due = int(args.update_ratio * (self.moves * args.num_envs - self.begin_updates)) - self.updates
         if due > 0:
             obs, *parts, next_obs = self.replay.sample(due * args.batch_size, self.rng)
@@ -928,6 +933,8 @@ def check_shaping(args):
                  "checkpoint_every"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least 1")
+    if not 0 <= args.anneal <= 1:
+        raise UsageError(f"--anneal is {args.anneal}; use a number from 0 to 1")
     if not 0 < args.gamma < 1:
         raise UsageError(f"--gamma is {args.gamma}; use a number between 0 and 1")
     if not 0 < args.tau <= 1:
@@ -966,7 +973,7 @@ def evaluate_shaping(args):
         return benchmark_sac(args, env, reward, scale, env_name)
     agent, judge = Sac(args, env, reward, scale), antmaze.make(env.name, args.eval_episodes, 0)
     path, logged = Path(args.run_dir) / "checkpoint.pt", []
-    free = ("steps", "run_dir", "resume", "save_replay", "checkpoint_every", "results", "benchmark", "run")
+    free = ("run_dir", "resume", "save_replay", "checkpoint_every", "results", "benchmark", "run") + (() if args.anneal else ("steps",))
     identity = {key: value for key, value in asdict(args).items() if key not in free} | {"env": env_name, "reward_scale": scale}
     if args.resume and path.exists():
         checkpoint, _ = load_run(path)

@@ -501,14 +501,23 @@ def ant_skill_traces(args, networks, omega, starts):
     return np.stack(traces, axis=1).reshape(count, len(starts), -1, 2)
 
 
-def ant_scores(args, networks, omega, env, tries=64, steps=1000):
+def ant_scores(args, networks, omega, env, recent, tries=64, steps=1000):
     """What the trained policies of an ant maze can do, without a task.
 
-    skills_travel: share of free positions from which some skill ends 3 units away or more after c steps; skills_used: number of
-    skills that do so somewhere; reaches_end: share of tries in which pi_hi and pi_low come within 4 units of the far end from s0.
+    skills_travel: share of free positions from which, in the reset pose, some skill ends 3 units away or more after c steps;
+    skills_used: number of skills that do so somewhere; skills_travel_on: the share that starts from states of the ants in the last
+    updates, `recent`, one upright state of each 1x1 cell; reaches_end: share of tries in which pi_hi and pi_low come within 4 units
+    of the far end from s0.
     """
-    traces = ant_skill_traces(args, networks, omega, env.truth_obs)
-    travels = np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1) >= 3.0  # [n, S]
+
+    def travels(starts):  # [n, starts]
+        traces = ant_skill_traces(args, networks, omega, starts)
+        return np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1) >= 3.0
+
+    states = np.concatenate([obs.reshape(-1, env.obs_size) for obs, _ in recent])
+    states = np.random.default_rng(0).permutation(states[~antmaze.on_back(states)])
+    on = states[np.unique(env.cell(states), return_index=True)[1]]
+    rest = travels(env.truth_obs)
     runner = antmaze.make(args.env.removeprefix("ant:"), tries, 0)
     act = make_actor(networks["pi_low"], omega, runner.action_shape, runner.np_random)
     far_end = env.truth_xy[env.distance[env.start_index].argmax()]
@@ -520,7 +529,8 @@ def ant_scores(args, networks, omega, env, tries=64, steps=1000):
             skill = np.argmax(logits + runner.np_random.gumbel(size=logits.shape), axis=-1)
         runner.move(act(runner.obs, skill))
         reached |= np.linalg.norm(runner.obs[:, :2] - far_end, axis=-1) <= 4.0
-    return {"eval/skills_travel": travels.any(0).mean(), "eval/skills_used": int(travels.any(1).sum()), "eval/reaches_end": reached.mean()}
+    return {"eval/skills_travel": rest.any(0).mean(), "eval/skills_used": int(rest.any(1).sum()),
+            "eval/skills_travel_on": travels(on).any(0).mean(), "eval/reaches_end": reached.mean()}
 
 
 # ----------------------------------------------------------------------------------------------- arguments and files
@@ -718,7 +728,7 @@ def train(args):
             if world is antmaze:
                 row["rollout/diverged"] = env.diverged
                 if number == args.updates:
-                    row |= ant_scores(args, networks, omega, env)
+                    row |= ant_scores(args, networks, omega, env, recent)
             if not row["eval/extent"] > 0.01:
                 bar.write(f"warning: at update {number} phi has collapsed, its extent is {row['eval/extent']:.3g}")
             rows.append({key: str(value) if isinstance(value, int) else format(value, ".6g") for key, value in row.items()})

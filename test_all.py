@@ -1659,7 +1659,7 @@ def test_shaping_written_gradients_are_autograds():
         assert torch.allclose((old - net.flat)[moved], 1e-2 * net.flat.grad.sign()[moved], rtol=1e-2)
 
 
-def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path):
+def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path, monkeypatch):
     shaping_tatc_checkpoint(tmp_path / "tatc.pt")
 
     def run(name, **changes):
@@ -1669,7 +1669,17 @@ def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path):
         return torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
 
     whole = run("whole", save_replay=True)
-    run("parts", save_replay=True, steps=80)
+    real, calls = evaluate.add_results, []
+
+    def interrupt(*rest):  # at the third of four evaluations, after the second checkpoint
+        calls.append(rest)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(*rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(evaluate, "add_results", interrupt)
+        run("parts", save_replay=True)
     parts = run("parts", save_replay=True, resume=True)
     assert (tmp_path / "whole.csv").read_text() == (tmp_path / "parts.csv").read_text()
     for key, value in whole["agent"]["networks"].items():
@@ -1680,11 +1690,13 @@ def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path):
         "success", "success_at_end", "return", "distance", "flipped", "diverged", "sampled_success", "sampled_distance"}
     assert [row["step"] for row in rows if row["metric"] == "success"] == ["40", "80", "120", "160"]
     assert {(row["experiment"], row["method"], row["env"], row["seed"]) for row in rows} == {("shaping-dense", "TATC", "antmaze1", "1")}
-    run("light", steps=80)
-    light = run("light", resume=True)  # the replay is filled again before the next update
+    run("light", steps=80, anneal=0.0)
+    light = run("light", anneal=0.0, resume=True)  # without annealing a run may be made longer; the replay is filled again before the next update
     assert "replay" not in light["agent"] and 0 < light["agent"]["updates"] < whole["agent"]["updates"]
     with pytest.raises(evaluate.UsageError, match="another run"):
         run("whole", resume=True, alpha=0.2)
+    with pytest.raises(evaluate.UsageError, match="steps 160 there, 200 here"):
+        run("whole", resume=True, steps=200)
     with pytest.raises(evaluate.UsageError, match="holds a run already"):
         run("whole")
 
@@ -1725,6 +1737,16 @@ def test_shaping_critics_of_progress_are_those_of_the_reward():
             target[s, a] = np.exp(log_pi[n]) @ each.numpy()
         critic = target
     assert np.allclose(critic + reward[:, None], (1 - gamma) * q, atol=1e-9) and np.ptp(q) > 1
+
+
+def test_shaping_step_size_anneals(monkeypatch):
+    rates = []
+    monkeypatch.setattr(evaluate, "sac_update", lambda *rest: rates.append([o.param_groups[0]["lr"] for o in rest[4:6]]))
+    agent = evaluate.Sac(args := evaluate.Shaping(reward="xy", seed=0, anneal=0.5, **SHAPING_SMALL), *evaluate.prepare_shaping(args)[:3])
+    for _ in range(160 // 4):  # one update per step of the four ants, after the warm-up of 4 steps
+        agent.step()
+    expected = [3e-4 * min(1, (160 - 4 * move) / 80) for move in range(5, 41)]
+    assert np.allclose(rates, np.array(expected)[:, None], atol=1e-12) and rates[-1] == [0, 0]
 
 
 def test_shaping_a_fall_ends_the_episode():
