@@ -30,7 +30,6 @@ E6  Shaping: an ant that falls on its back in training begins anew, and counts a
 import csv
 import fcntl
 import io
-import itertools
 import json
 import math
 import os
@@ -1551,8 +1550,9 @@ def antmaze_representations(results_dir):
         if row["metric"] == "far_end_steps":
             row["value"] = str(float(row["value"]) / 1e6)
     scores = {"updates": "updates", "spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "coverage": "coverage",
-              "far": "far", "far_end_steps": "million steps to the far end", "skills_travel": "positions where a skill travels 3 units",
-              "skills_used": "skills that do", "reaches_end": "at the far end in 1000 steps"}
+              "far": "far", "far_end_steps": "million steps to the far end", "skills_travel": "positions where, from rest, a skill travels 3 units",
+              "skills_used": "skills that do", "skills_travel_on": "cells where, from an ant's state, a skill does",
+              "reaches_end": "at the far end in 1000 steps"}
     methods = {"TATC": "full", "TATC boredom=0": "beta' = 0", "TATC boredom=0 memory=1": "beta' = 0, no memory", "TATC a2c": "vanilla A2C",
                "TATC memory=1": "no memory", "TATC memory=1 a2c": "vanilla A2C, no memory", "TATC gap=1": "pairs one step apart"}
     return {"antmaze": spread_table(rows, "maze", [(f"{env}: {label}", method, env) for env in antmaze.MAZES
@@ -1606,7 +1606,8 @@ def antmaze_tables(results_dir):
             "spearman_s0": "Spearman, from s0", "skill_reward": "skill reward", "extent": "extent of phi"})
     rows = read_results(results_dir / "antmaze_shaping_trials.csv")
     if rows:
-        headings = {"distance": "distance to the goal", "sampled_distance": "of the sampled policy", "flipped": "on their back"}
+        headings = {"success": "success", "sampled_success": "of the sampled policy", "distance": "distance to the goal",
+                    "sampled_distance": "of the sampled policy", "flipped": "on their back"}
         lines = ["| setting | steps | " + " | ".join(headings.values()) + " | least distance |", "|---" * (len(headings) + 3) + "|"]
         for method in dict.fromkeys(row["method"] for row in rows):
             mine = [row for row in rows if row["method"] == method]
@@ -1662,14 +1663,17 @@ def gridworld_figures(results_dir):
     return tables
 
 
-def smooth(curves, keep=0.9):
-    """The curves of `curves_of` exponentially smoothed, as the paper draws them: y_t = keep y_{t-1} + (1 - keep) x_t, y_0 = x_0."""
+def smooth(curves, keep=0.9, unit=10_000):
+    """The curves of `curves_of` exponentially smoothed: y_0 = x_0, and from point to point y keeps the share `keep` per `unit` steps."""
 
-    def smoothed(values):
-        return list(itertools.accumulate(values, lambda old, new: keep * old + (1 - keep) * new))
+    def smoothed(steps, values):
+        result = [values[0]]
+        for gap, value in zip(np.diff(steps), values[1:]):
+            result.append(value + keep ** (gap / unit) * (result[-1] - value))
+        return steps, result
 
-    return {env: {method: {seed: (steps, smoothed(values)) for seed, (steps, values) in seeds.items()}
-                  for method, seeds in methods.items()} for env, methods in curves.items()}
+    return {env: {method: {seed: smoothed(*curve) for seed, curve in seeds.items()} for method, seeds in methods.items()}
+            for env, methods in curves.items()}
 
 
 def antmaze_figures(results_dir):
@@ -1688,7 +1692,7 @@ def antmaze_figures(results_dir):
             panels.append((smooth(curves), f"{reward}: {label}", limits))
             columns |= {(f"{reward}, {label}", env): cells for env, cells in curves.items()}
     draw_curves(results_dir / "figures" / "antmaze_shaping.png", panels, "environment steps",
-                "Reward shaping: SAC on distances in phi, smoothed by 0.9.\n"
+                "Reward shaping: SAC on distances in phi, smoothed by 0.9 per 10,000 steps.\n"
                 "The paper (5 million steps): TATC does as well as Lap-rep (uniform) or better.")
     if columns:
         tables["shaping"] = table_of(columns)

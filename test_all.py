@@ -1008,7 +1008,29 @@ def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
         assert_same_tree(weights[0][key], weights[1][key])
     assert len(weights[0]["recent"]) == 3  # the next update is the fourth that phi learns from
     assert csv_without_seconds(whole)[-1] == csv_without_seconds(parts)[-1]
-    assert {"rollout/flipped", "rollout/diverged", "eval/skills_travel", "eval/reaches_end"} <= set(csv_without_seconds(whole)[-1])
+    assert {"rollout/flipped", "rollout/diverged", "eval/skills_travel", "eval/skills_travel_on", "eval/reaches_end"} <= set(csv_without_seconds(whole)[-1])
+
+
+def test_ant_scores_start_from_rest_and_from_the_ants_own_states(monkeypatch):
+    args = tatc.Args(env="antmaze1")
+    env, _ = tatc.resolve(args)
+    networks, omega = tatc.make_networks(args, env), torch.as_tensor(tatc.make_directions(args))
+    states = np.tile(antmaze.RESET_POSE.astype(np.float32), (1, 3, 2, 1))
+    states[0, :, :, 0] = [[0, 4], [0.1, 8], [4.1, 12]]  # four 1x1 cells, two of them twice
+    states[0, 2, 1, 3:7] = (0, 1, 0, 0)  # the ant at 12 lies on its back
+    started = []
+
+    def traces(args, networks, omega, starts):  # the third skill travels 3 units where x is at least 4
+        started.append(starts)
+        xy = np.tile(starts[None, :, None, :2], (len(omega), 1, 2, 1))
+        xy[2, starts[:, 0] >= 4, 1, 1] += 3
+        return xy
+
+    monkeypatch.setattr(tatc, "ant_skill_traces", traces)
+    scores = tatc.ant_scores(args, networks, omega, env, [(states, None)], tries=2, steps=2)
+    assert scores["eval/skills_travel"] == (env.truth_xy[:, 0] >= 4).mean() and scores["eval/skills_used"] == 1
+    assert scores["eval/skills_travel_on"] == pytest.approx(2 / 3) and scores["eval/reaches_end"] == 0
+    assert sorted(started[1][:, 0].round().tolist()) == [0, 4, 8]
 
 
 # --------------------------------------------------------------------------------------------------------- Lap-rep
@@ -1837,7 +1859,8 @@ def test_skills_command_writes_rows_and_figures(tmp_path):
     assert "| xy | 0.500 ± 0.000 (2) |" in tables["shaping"] and "random skills" in tables["skills"]
     for name in ("antmaze_shaping", "antmaze_skills"):
         assert (tmp_path / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    assert evaluate.smooth({"e": {"m": {0: ([1, 2], [0.0, 1.0])}}})["e"]["m"][0] == ([1, 2], [0.0, pytest.approx(0.1)])
+    smoothed = evaluate.smooth({"e": {"m": {0: ([0, 10_000, 30_000], [0.0, 1.0, 1.0])}}})["e"]["m"][0][1]
+    assert smoothed == pytest.approx([0, 0.1, 1 - 0.9**3])
 
 
 def test_shaping_and_skills_refuse_bad_input(tmp_path, monkeypatch, capsys):
