@@ -970,6 +970,10 @@ def evaluate_shaping(args):
     env, reward, scale, env_name = prepare_shaping(args)
     if args.benchmark:
         return benchmark_sac(args, env, reward, scale, env_name)
+    print(f"shaping with {args.reward} of {args.method} on {env_name}, seed {args.seed}, reward times {scale:.4g}, run in {args.run_dir}")
+    key = f"shaping-{args.reward}", args.method, env_name, args.seed
+    if args.resume and finished(args.results, args.steps, *key):
+        return print("finished already")
     agent, judge = Sac(args, env, reward, scale), antmaze.make(env.name, args.eval_episodes, 0)
     path, logged = Path(args.run_dir) / "checkpoint.pt", []
     free = ("run_dir", "resume", "save_replay", "checkpoint_every", "results", "benchmark", "run") + (() if args.anneal else ("steps",))
@@ -984,7 +988,6 @@ def evaluate_shaping(args):
     elif path.exists():
         raise UsageError(f"{path.parent} holds a run already; add --resume to continue it or choose another --run-dir")
     path.parent.mkdir(parents=True, exist_ok=True)
-    print(f"shaping with {args.reward} of {args.method} on {env_name}, seed {args.seed}, reward times {scale:.4g}, checkpoints to {path}")
     moves = -(-args.steps // args.num_envs)
     every = max(1, args.eval_every // args.num_envs)
     bar = tqdm(initial=agent.moves * args.num_envs, total=moves * args.num_envs, unit="step", unit_scale=True, dynamic_ncols=True)
@@ -999,7 +1002,7 @@ def evaluate_shaping(args):
             scores |= {f"sampled_{name}": sampled[name] for name in ("success", "distance")}
             logged += [(steps, metric, float(value)) for metric, value in scores.items()]
             bar.set_postfix({key: format(scores[key], ".2f") for key in ("success", "distance", "return")})
-            add_results(args.results, [(f"shaping-{args.reward}", args.method, env_name, args.seed, *entry) for entry in logged])
+            add_results(args.results, [(*key, *entry) for entry in logged])
             if agent.moves == moves or agent.moves // every % args.checkpoint_every == 0:
                 checkpoint = {"script": "shaping", "args": identity, "agent": agent.state(), "logged": [list(entry) for entry in logged]}
                 write_atomically(path, lambda file: torch.save(checkpoint, file))

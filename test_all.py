@@ -1712,11 +1712,16 @@ def test_shaping_stops_anywhere_and_resumes_bit_for_bit(tmp_path, monkeypatch):
         "success", "success_at_end", "return", "distance", "flipped", "diverged", "sampled_success", "sampled_distance"}
     assert [row["step"] for row in rows if row["metric"] == "success"] == ["40", "80", "120", "160"]
     assert {(row["experiment"], row["method"], row["env"], row["seed"]) for row in rows} == {("shaping-dense", "TATC", "antmaze1", "1")}
+    (tmp_path / "whole" / "checkpoint.pt").rename(tmp_path / "aside.pt")
+    evaluate.evaluate_shaping(evaluate.Shaping(run=str(tmp_path / "tatc.pt"), run_dir=str(tmp_path / "whole"), resume=True,
+                                               results=str(tmp_path / "whole.csv"), **SHAPING_SMALL))
+    assert not (tmp_path / "whole" / "checkpoint.pt").exists()  # the rows say that it is finished
+    (tmp_path / "aside.pt").rename(tmp_path / "whole" / "checkpoint.pt")
     run("light", steps=80, anneal=0.0)
     light = run("light", anneal=0.0, resume=True)  # without annealing a run may be made longer; the replay is filled again before the next update
     assert "replay" not in light["agent"] and 0 < light["agent"]["updates"] < whole["agent"]["updates"]
     with pytest.raises(evaluate.UsageError, match="another run"):
-        run("whole", resume=True, alpha=0.2)
+        run("whole", resume=True, alpha=0.2, steps=200)
     with pytest.raises(evaluate.UsageError, match="steps 160 there, 200 here"):
         run("whole", resume=True, steps=200)
     with pytest.raises(evaluate.UsageError, match="holds a run already"):
