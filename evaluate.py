@@ -1389,9 +1389,9 @@ def draw_curves(path, panels, x_label, title):
     print(f"figure: {path}")
 
 
-def table_of(columns):
+def table_of(columns, order=tuple(COLOURS)):
     """Markdown table of final scores, a row per method. columns: {(heading, env): {method: {seed: (steps, values)}}}."""
-    methods = ranked({method for cells in columns.values() for method in cells}, list(COLOURS))
+    methods = ranked({method for cells in columns.values() for method in cells}, list(order))
     lines = ["| method | " + " | ".join(f"{env}, {heading}" for heading, env in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for method in methods:
         cells = []
@@ -1689,16 +1689,21 @@ def antmaze_figures(results_dir):
                 for env in sorted({env for part in parts for env in part})}
 
     panels, columns = [], {}
-    for reward in ("dense", "mix"):
-        for metric, label, limits in (("success", "success rate", (-0.03, 1.03)), ("distance", "final distance to the goal", (0, None))):
+    for metric, label, limits in (("success", "success rate", (-0.03, 1.03)), ("sampled_success", "that of the sampled policy", None),
+                                  ("distance", "final distance to the goal", (0, None))):
+        for reward in ("dense", "mix"):
             curves = shaped(reward, metric)
-            panels.append((smooth(curves), f"{reward}: {label}", limits))
-            columns |= {(f"{reward}, {label}", env): cells for env, cells in curves.items()}
+            if limits and any(method not in ("sparse", "xy") for methods in curves.values() for method in methods):
+                panels.append((smooth(curves), f"{reward}: {label}", limits))
+            for env, methods in curves.items():
+                columns.setdefault((label, env), {}).update(
+                    {method if method in ("sparse", "xy") else f"{method}, {reward}": seeds for method, seeds in methods.items()})
     draw_curves(results_dir / "figures" / "antmaze_shaping.png", panels, "environment steps",
                 "Reward shaping: SAC on distances in phi, smoothed by 0.9 per 10,000 steps.\n"
                 "The paper (5 million steps): TATC does as well as Lap-rep (uniform) or better.")
     if columns:
-        tables["shaping"] = table_of(columns)
+        names = [name for method in COLOURS for name in (f"{method}, dense", f"{method}, mix", method)]
+        tables["shaping"] = table_of(dict(sorted(columns.items(), key=lambda item: item[0][1])), names)
     rows = read_results(results_dir / "antmaze_skills.csv")
     names = {"success": "success rate", "return": "return"}
     panels = [(curves_of(rows, "skills", metric), label, (0, None)) for metric, label in names.items()]
