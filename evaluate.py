@@ -1369,7 +1369,10 @@ def draw_curves(path, panels, x_label, title):
     handles, counts = {}, set()
     for row, (curves, y_label, limits) in zip(figure.subplots(len(panels), len(mazes), squeeze=False), panels):
         for ax, env in zip(row, mazes):
-            for method, seeds in curves.get(env, {}).items():
+            if env not in curves:
+                ax.axis("off")
+                continue
+            for method, seeds in curves[env].items():
                 length = min(len(steps) for steps, _ in seeds.values())
                 steps = next(iter(seeds.values()))[0][:length]
                 mean, half = np.transpose([student_interval(point) for point in zip(*(values[:length] for _, values in seeds.values()))])
@@ -1377,12 +1380,16 @@ def draw_curves(path, panels, x_label, title):
                 handles[method], = ax.plot(steps, mean, "--" if method in DASHED else "-", color=colour, linewidth=1.5)
                 if len(seeds) > 1:
                     ax.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.2, linewidth=0)
+                if len(seeds) <= 3:  # an interval of so few says less than they do
+                    for each in seeds.values():
+                        ax.plot(*each, color=colour, linewidth=0.7, alpha=0.6)
                 counts.add(len(seeds))
             ax.set(title=env, xlabel=x_label, ylim=limits or (0, 1.1 * ax.dataLim.y1))
             ax.grid(alpha=0.3)
         row[0].set_ylabel(y_label)
     number = "-".join(map(str, sorted({min(counts), max(counts)})))
-    figure.suptitle(f"{title}\nSeeds: {number}; shaded: 95% Student interval.", fontsize=10)
+    thin = "; thin: single seeds, where at most 3" if min(counts) <= 3 else ""
+    figure.suptitle(f"{title}\nSeeds: {number}; shaded: 95% Student interval{thin}.", fontsize=10)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, len(handles)), fontsize=9)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -1690,11 +1697,12 @@ def antmaze_figures(results_dir):
 
     panels, columns = [], {}
     for metric, label, limits in (("success", "success rate", (-0.03, 1.03)), ("sampled_success", "that of the sampled policy", None),
-                                  ("distance", "final distance to the goal", (0, None))):
+                                  ("distance", "final distance to the goal", (0, 58))):
         for reward in ("dense", "mix"):
             curves = shaped(reward, metric)
-            if limits and any(method not in ("sparse", "xy") for methods in curves.values() for method in methods):
-                panels.append((smooth(curves), f"{reward}: {label}", limits))
+            shown = {env: methods for env, methods in curves.items() if set(methods) - {"sparse", "xy"}}
+            if limits:
+                panels.append((smooth(shown), f"{reward}: {label}", limits))
             for env, methods in curves.items():
                 columns.setdefault((label, env), {}).update(
                     {method if method in ("sparse", "xy") else f"{method}, {reward}": seeds for method, seeds in methods.items()})
