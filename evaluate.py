@@ -1437,7 +1437,7 @@ def spread_table(rows, first_column, entries, metrics, last_step=np.inf):
         for metric in metrics if seeds else ():
             values = [last[metric, seed] for seed in seeds if (metric, seed) in last]
             if not values:
-                cells.append("never")
+                cells.append("never" if metric == "far_end_steps" else "")
                 continue
             median, low, high = (f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" for value in (np.median(values), min(values), max(values)))
             cells.append(f"{median} [{low}, {high}]" if len(values) > 1 else median)
