@@ -728,7 +728,7 @@ def train(args):
             if world is antmaze:
                 row["rollout/diverged"] = env.diverged
                 if number == args.updates:
-                    row |= ant_scores(args, networks, omega, env, recent)
+                    row |= ant_scores(args, networks, omega, env, recent or [(obs, random_walk)])  # --phi-memory 1 keeps none
             if not row["eval/extent"] > 0.01:
                 bar.write(f"warning: at update {number} phi has collapsed, its extent is {row['eval/extent']:.3g}")
             rows.append({key: str(value) if isinstance(value, int) else format(value, ".6g") for key, value in row.items()})

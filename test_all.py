@@ -1009,6 +1009,8 @@ def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     assert len(weights[0]["recent"]) == 3  # the next update is the fourth that phi learns from
     assert csv_without_seconds(whole)[-1] == csv_without_seconds(parts)[-1]
     assert {"rollout/flipped", "rollout/diverged", "eval/skills_travel", "eval/skills_travel_on", "eval/reaches_end"} <= set(csv_without_seconds(whole)[-1])
+    paper = tatc_run(tmp_path, "paper", updates=1, **settings | dict(phi_memory=1))  # nothing is kept of earlier updates
+    assert float(csv_without_seconds(paper)[-1]["eval/skills_travel_on"]) >= 0
 
 
 def test_ant_scores_start_from_rest_and_from_the_ants_own_states(monkeypatch):
