@@ -173,6 +173,8 @@ def method_name(run_args):
         name += f" gap={run_args['pair_gap']}" if run_args.get("pair_gap", 10) != 10 else ""
         name += f" memory={run_args['phi_memory']}" if run_args.get("phi_memory", 20) != 20 else ""
         vanilla = run_args.get("skill_update") == "a2c"  # with the paper's Eq. 3
+        anneal = 0 if vanilla else 0.5
+        name += f" anneal={run_args['anneal']:g}" if run_args.get("anneal", anneal) != anneal else ""
         name += f" floor={run_args['step_floor']:g}" if run_args.get("step_floor", 1 - vanilla) != 1 - vanilla else ""
         cost = 0 if vanilla else 20
         name += f" fall={run_args['fall_cost']:g}" if run_args.get("fall_cost", cost) != cost else ""

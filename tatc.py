@@ -19,6 +19,7 @@ D8  On the ants phi learns from every 10th state of the last 20 updates' traject
 D9  On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
 D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that skill
     (--fall-cost 0 is the paper's).
+D11 On the ants every step size goes linearly to 0 over the second half of the updates (--anneal 0 is the paper's).
 """
 
 import csv
@@ -52,9 +53,9 @@ PAPER = {
     "ant": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100),
 }
 GRID = dict(boredom_coef=2.0, pair_gap=1, phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, skill_update="a2c",
-            learning_rate=1e-3, step_floor=0.0, fall_cost=0.0, updates=7000)
+            learning_rate=1e-3, anneal=0.0, step_floor=0.0, fall_cost=0.0, updates=7000)
 ANT = dict(boredom_coef=5.0, pair_gap=10, phi_memory=20, high_entropy_coef=0.15, low_entropy_coef=0.003, skill_update="clipped",
-           learning_rate=1e-3, step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=3000)
+           learning_rate=1e-3, anneal=0.5, step_floor=1.0, fall_cost=20.0, skills_per_update=1, updates=6000)
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Args:
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
     updates: Optional[int] = None
-    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); default 7000, ants 3000"""
+    """number of updates (paper: 7000 on the gridworlds, 10000 on the ants); default 7000, ants 6000"""
     prior: Literal["s0", "uniform"] = "s0"
     """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
     beta: float = 0.2
@@ -107,6 +108,8 @@ class Args:
     """units in each of the two hidden layers"""
     learning_rate: Optional[float] = None
     """RMSprop step size of every network (paper: 1e-3), with the clipped update of phi"""
+    anneal: Optional[float] = None
+    """share of the updates, the last ones, over which every step size goes linearly to 0 (paper: 0, constant)"""
     high_entropy_coef: Optional[float] = None
     """entropy coefficient of pi_hi"""
     low_entropy_coef: Optional[float] = None
@@ -548,7 +551,7 @@ def resolve(args):
     env, world = make_env(args)
     defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
     if world is antmaze and args.skill_update == "a2c":
-        defaults |= dict(low_entropy_coef=0.1, step_floor=0.0, fall_cost=0.0)  # the paper's, for the paper's update
+        defaults |= dict(low_entropy_coef=0.1, anneal=0.0, step_floor=0.0, fall_cost=0.0)  # the paper's, for the paper's update
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -565,9 +568,9 @@ def resolve(args):
     args.skills_per_update = args.skills_per_update or skills
     if args.skills_per_update < 1 or skills % args.skills_per_update:
         raise UsageError(f"--skills-per-update is {args.skills_per_update}; use a divisor of L = {skills}")
-    for name in ("reset_prob", "random_walk_prob"):
+    for name in ("reset_prob", "random_walk_prob", "anneal"):
         if not 0 <= getattr(args, name) <= 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a probability")
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a number from 0 to 1")
     for name in ("beta", "boredom_coef", "step_floor", "fall_cost", "learning_rate", "high_entropy_coef", "low_entropy_coef"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
@@ -589,6 +592,8 @@ def resolve(args):
             variant += f"-gap{args.pair_gap}"
         if args.phi_memory != defaults["phi_memory"]:
             variant += f"-memory{args.phi_memory}"
+        if args.anneal != defaults["anneal"]:
+            variant += f"-anneal{args.anneal:g}"
         if args.step_floor != defaults["step_floor"]:
             variant += f"-floor{args.step_floor:g}"
         if args.fall_cost != defaults["fall_cost"]:
@@ -661,13 +666,15 @@ def train(args):
     networks = make_networks(args, env)
     omega = torch.as_tensor(make_directions(args), device=args.device)
     optimizers = make_optimizers(args, networks)
+    step_sizes = [optimizer.param_groups[0]["lr"] for optimizer in optimizers.values()]
     skills_per_episode = args.episode_length // args.skill_length
     far_cells = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
 
     done, seconds, sums, rows, snapshots = 0, 0.0, {}, [], {}
     visited = np.zeros(env.num_cells, dtype=bool)
     random_walk, began, choices, recent = None, [], [], []
-    identity = {key: value for key, value in asdict(args).items() if key not in ("updates", "run_dir", "resume", "device", "num_threads")}
+    free = ("run_dir", "resume", "device", "num_threads") + (() if args.anneal else ("updates",))
+    identity = {key: value for key, value in asdict(args).items() if key not in free}
     if args.resume and checkpoint_path.exists():
         checkpoint = load_checkpoint(checkpoint_path)
         other = [f"{key} {old!r} there, {identity.get(key)!r} here"
@@ -701,6 +708,9 @@ def train(args):
         complete = len(began) == skills_per_episode
         episode = (np.stack(began), obs[-1, -1], np.stack(choices)) if complete else None
         fall_cost = args.fall_cost if number > args.fall_after else 0.0
+        if args.anneal:  # D11
+            for optimizer, step_size in zip(optimizers.values(), step_sizes):
+                optimizer.param_groups[0]["lr"] = step_size * min(1.0, (args.updates + 1 - number) / (args.anneal * args.updates))
         recent.append((obs[:, :: args.pair_gap].copy(), random_walk))
         info = update(args, networks, optimizers, omega, (obs, actions, skills), episode, random_walk, recent, rng, fall_cost)
         recent = recent[max(0, len(recent) + 1 - args.phi_memory) :]
