@@ -1251,7 +1251,7 @@ def test_laprep_run_directory_follows_the_contract(tmp_path):
     (dict(dim=0), "--dim is 0; use at least 1"),
     (dict(dim=9), "has 8 states"),
     (dict(discount=1.0), "--discount is 1.0"),
-    (dict(reset_prob=1.5), "--reset-prob is 1.5; use a number from 0 to 1"),
+    (dict(reset_prob=1.5), "--reset-prob is 1.5; use a probability"),
     (dict(beta=float("nan")), "--beta is nan"),
     (dict(device="nowhere"), "--device 'nowhere' is not usable"),
 ])
