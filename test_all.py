@@ -994,22 +994,37 @@ def test_a_fall_is_paid_once_and_ends_the_lesson(monkeypatch):
 
 def test_ant_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(tatc, "ant_scores", functools.partial(tatc.ant_scores, tries=4, steps=20))
-    real, costs = tatc.update, []
-    monkeypatch.setattr(tatc, "update", lambda *rest: costs.append(rest[-1]) or real(*rest))
+    real, calls, killed_at = tatc.update, [], None
+
+    def update(*rest):
+        if len(calls) == killed_at:
+            raise KeyboardInterrupt
+        calls.append((rest[-1], {optimizer.param_groups[0]["lr"] for optimizer in rest[2].values()}))
+        return real(*rest)
+
+    monkeypatch.setattr(tatc, "update", update)
     settings = dict(env="antmaze2", num_envs=4, hidden=16, skill_length=10, episode_length=20, fall_after=2, log_every=2, checkpoint_every=3,
-                    phi_memory=4)
-    whole = tatc_run(tmp_path, "whole", updates=5, **settings)
-    assert costs == [0, 0, 20, 20, 20]
-    parts = tatc_run(tmp_path, "parts", updates=3, **settings)  # stops in the middle of an episode and of a log interval
+                    phi_memory=4, updates=5)
+    whole = tatc_run(tmp_path, "whole", **settings)
+    assert [cost for cost, _ in calls] == [0, 0, 20, 20, 20]
+    sizes = [size for _, (size,) in calls]  # all optimizers anneal alike, over 2.5 of 5 updates (D11)
+    assert sizes == pytest.approx([1e-3, 1e-3, 1e-3, 0.8e-3, 0.4e-3])
+    calls, killed_at, parts = [], 4, tmp_path / "parts"
+    with pytest.raises(KeyboardInterrupt):
+        tatc_run(tmp_path, "parts", **settings)  # the checkpoint is in the middle of an episode and of a log interval
     assert len(torch.load(parts / "checkpoint.pt", weights_only=True)["recent"]) == 3
-    tatc_run(tmp_path, "parts", updates=5, resume=True, **settings)
+    with pytest.raises(tatc.UsageError, match="updates 5 there, 6 here"):
+        tatc_run(tmp_path, "parts", resume=True, **settings | dict(updates=6))
+    killed_at = None
+    tatc_run(tmp_path, "parts", resume=True, **settings)
+    assert [size for _, (size,) in calls] == sizes[:4] + sizes[3:]
     weights = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (whole, parts)]
     for key in ("networks", "optimizers", "env", "rng", "random_walk", "recent"):
         assert_same_tree(weights[0][key], weights[1][key])
     assert len(weights[0]["recent"]) == 3  # the next update is the fourth that phi learns from
     assert csv_without_seconds(whole)[-1] == csv_without_seconds(parts)[-1]
     assert {"rollout/flipped", "rollout/diverged", "eval/skills_travel", "eval/skills_travel_on", "eval/reaches_end"} <= set(csv_without_seconds(whole)[-1])
-    paper = tatc_run(tmp_path, "paper", updates=1, **settings | dict(phi_memory=1))  # nothing is kept of earlier updates
+    paper = tatc_run(tmp_path, "paper", **settings | dict(phi_memory=1, anneal=0.0, updates=1))  # nothing is kept of earlier updates
     assert float(csv_without_seconds(paper)[-1]["eval/skills_travel_on"]) >= 0
 
 
