@@ -1564,7 +1564,7 @@ def antmaze_representations(results_dir):
     scores = {"updates": "updates", "spearman_all": "Spearman, all pairs", "spearman_s0": "Spearman, from s0", "coverage": "coverage",
               "far": "far", "far_end_steps": "million steps to the far end", "skills_travel": "positions where, from rest, a skill travels 3 units",
               "skills_used": "skills that do", "skills_travel_on": "cells where, from an ant's state, a skill does",
-              "reaches_end": "at the far end in 1000 steps"}
+              "skills_used_on": "skills that do so", "reaches_end": "at the far end in 1000 steps"}
     methods = {"TATC": "full", "TATC boredom=0": "beta' = 0", "TATC boredom=0 memory=1": "beta' = 0, no memory", "TATC a2c": "vanilla A2C",
                "TATC memory=1": "no memory", "TATC memory=1 a2c": "vanilla A2C, no memory", "TATC gap=1": "pairs one step apart"}
     return {"antmaze": spread_table(rows, "maze", [(f"{env}: {label}", method, env) for env in antmaze.MAZES
@@ -1856,7 +1856,7 @@ def plan_commands(args):
 
     def tatc(env, seeds=all_seeds):
         ant = env in antmaze.MAZES
-        return train("tatc.py", env, "s0", seeds, 14 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
+        return train("tatc.py", env, "s0", seeds, 34 if ant else 2, "antmaze_tatc.csv" if ant else "gridworld_tatc.csv")
 
     def lap(env, prior, dim, seeds=all_seeds):
         minutes = 2.6 if env in antmaze.MAZES else 1.7
@@ -1895,8 +1895,8 @@ def plan_commands(args):
         if experiment == "antmaze":
             for env in antmaze.MAZES:
                 tatc(env, few_seeds)
-            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 14, "antmaze_tatc.csv")
-            train("tatc.py --skill-update a2c", "antmaze1", "s0-a2c", few_seeds, 20, "antmaze_tatc.csv")
+            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 34, "antmaze_tatc.csv")
+            train("tatc.py --skill-update a2c", "antmaze1", "s0-a2c", few_seeds, 40, "antmaze_tatc.csv")
         if experiment == "shaping":
             for env in antmaze.MAZES:
                 runs = tatc(env, few_seeds) + lap(env, "uniform", 2, few_seeds) + lap(env, "s0", 2, few_seeds)

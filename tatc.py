@@ -508,9 +508,9 @@ def ant_scores(args, networks, omega, env, recent, tries=64, steps=1000):
     """What the trained policies of an ant maze can do, without a task.
 
     skills_travel: share of free positions from which, in the reset pose, some skill ends 3 units away or more after c steps;
-    skills_used: number of skills that do so somewhere; skills_travel_on: the share that starts from states of the ants in the last
-    updates, `recent`, one upright state of each 1x1 cell; reaches_end: share of tries in which pi_hi and pi_low come within 4 units
-    of the far end from s0.
+    skills_used: number of skills that do so somewhere; skills_travel_on and skills_used_on: the same from states of the ants in the
+    last updates, `recent`, one upright state of each 1x1 cell; reaches_end: share of tries in which pi_hi and pi_low come within 4
+    units of the far end from s0.
     """
 
     def travels(starts):  # [n, starts]
@@ -520,7 +520,7 @@ def ant_scores(args, networks, omega, env, recent, tries=64, steps=1000):
     states = np.concatenate([obs.reshape(-1, env.obs_size) for obs, _ in recent])
     states = np.random.default_rng(0).permutation(states[~antmaze.on_back(states)])
     on = states[np.unique(env.cell(states), return_index=True)[1]]
-    rest = travels(env.truth_obs)
+    rest, on = travels(env.truth_obs), travels(on)
     runner = antmaze.make(args.env.removeprefix("ant:"), tries, 0)
     act = make_actor(networks["pi_low"], omega, runner.action_shape, runner.np_random)
     far_end = env.truth_xy[env.distance[env.start_index].argmax()]
@@ -533,7 +533,7 @@ def ant_scores(args, networks, omega, env, recent, tries=64, steps=1000):
         runner.move(act(runner.obs, skill))
         reached |= np.linalg.norm(runner.obs[:, :2] - far_end, axis=-1) <= 4.0
     return {"eval/skills_travel": rest.any(0).mean(), "eval/skills_used": int(rest.any(1).sum()),
-            "eval/skills_travel_on": travels(on).any(0).mean(), "eval/reaches_end": reached.mean()}
+            "eval/skills_travel_on": on.any(0).mean(), "eval/skills_used_on": int(on.any(1).sum()), "eval/reaches_end": reached.mean()}
 
 
 # ----------------------------------------------------------------------------------------------- arguments and files

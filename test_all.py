@@ -1045,7 +1045,7 @@ def test_ant_scores_start_from_rest_and_from_the_ants_own_states(monkeypatch):
 
     monkeypatch.setattr(tatc, "ant_skill_traces", traces)
     scores = tatc.ant_scores(args, networks, omega, env, [(states, None)], tries=2, steps=2)
-    assert scores["eval/skills_travel"] == (env.truth_xy[:, 0] >= 4).mean() and scores["eval/skills_used"] == 1
+    assert scores["eval/skills_travel"] == (env.truth_xy[:, 0] >= 4).mean() and scores["eval/skills_used"] == scores["eval/skills_used_on"] == 1
     assert scores["eval/skills_travel_on"] == pytest.approx(2 / 3) and scores["eval/reaches_end"] == 0
     assert sorted(started[1][:, 0].round().tolist()) == [0, 4, 8]
 
