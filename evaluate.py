@@ -1565,8 +1565,9 @@ def antmaze_representations(results_dir):
               "far": "far", "far_end_steps": "million steps to the far end", "skills_travel": "positions where, from rest, a skill travels 3 units",
               "skills_used": "skills that do", "skills_travel_on": "cells where, from an ant's state, a skill does",
               "skills_used_on": "skills that do so", "reaches_end": "at the far end in 1000 steps"}
-    methods = {"TATC": "full", "TATC boredom=0": "beta' = 0", "TATC boredom=0 memory=1": "beta' = 0, no memory", "TATC a2c": "vanilla A2C",
-               "TATC memory=1": "no memory", "TATC memory=1 a2c": "vanilla A2C, no memory", "TATC gap=1": "pairs one step apart"}
+    methods = {"TATC": "full", "TATC anneal=0": "constant step sizes", "TATC boredom=0": "beta' = 0",
+               "TATC boredom=0 memory=1": "beta' = 0, no memory", "TATC a2c": "vanilla A2C", "TATC memory=1": "no memory",
+               "TATC memory=1 a2c": "vanilla A2C, no memory", "TATC gap=1": "pairs one step apart"}
     return {"antmaze": spread_table(rows, "maze", [(f"{env}: {label}", method, env) for env in antmaze.MAZES
                                                    for method, label in methods.items()], scores)}
 
