@@ -1565,7 +1565,7 @@ def antmaze_representations(results_dir):
               "far": "far", "far_end_steps": "million steps to the far end", "skills_travel": "positions where, from rest, a skill travels 3 units",
               "skills_used": "skills that do", "skills_travel_on": "cells where, from an ant's state, a skill does",
               "skills_used_on": "skills that do so", "reaches_end": "at the far end in 1000 steps"}
-    methods = {"TATC": "full", "TATC anneal=0": "constant step sizes", "TATC boredom=0": "beta' = 0",
+    methods = {"TATC": "full", "TATC anneal=0": "constant step sizes", "TATC boredom=0 anneal=0": "beta' = 0, constant step sizes",
                "TATC boredom=0 memory=1": "beta' = 0, no memory", "TATC a2c": "vanilla A2C", "TATC memory=1": "no memory",
                "TATC memory=1 a2c": "vanilla A2C, no memory", "TATC gap=1": "pairs one step apart"}
     return {"antmaze": spread_table(rows, "maze", [(f"{env}: {label}", method, env) for env in antmaze.MAZES
@@ -1896,7 +1896,9 @@ def plan_commands(args):
         if experiment == "antmaze":
             for env in antmaze.MAZES:
                 tatc(env, few_seeds)
-            train("tatc.py --boredom-coef 0", "antmaze1", "s0-boredom0", few_seeds, 34, "antmaze_tatc.csv")
+            for env in antmaze.MAZES:
+                train("tatc.py --updates 3000 --anneal 0", env, "s0-anneal0", few_seeds, 17, "antmaze_tatc.csv")
+            train("tatc.py --boredom-coef 0 --updates 3000 --anneal 0", "antmaze1", "s0-boredom0-anneal0", few_seeds, 17, "antmaze_tatc.csv")
             train("tatc.py --skill-update a2c", "antmaze1", "s0-a2c", few_seeds, 40, "antmaze_tatc.csv")
         if experiment == "shaping":
             for env in antmaze.MAZES:
