@@ -553,7 +553,7 @@ class Shaping:
     """name in the rows; default from the run"""
     seed: Optional[int] = None
     """seed of the agent and its ants; default: the run's, or 0"""
-    steps: int = 1_000_000
+    steps: int = 2_000_000
     """environment steps (paper: 5 million)"""
     num_envs: int = 32
     """ants side by side"""
@@ -1905,9 +1905,8 @@ def plan_commands(args):
                 runs = tatc(env, few_seeds) + lap(env, "uniform", 2, few_seeds) + lap(env, "s0", 2, few_seeds)
                 sources = [f"--reward {reward} --run {run}" for reward in ("dense", "mix") for run in runs]
                 sources += [f"--reward {reward} --env {env} --seed {seed}" for reward in ("sparse", "xy") for seed in few_seeds]
-                steps, minutes = ("", 12) if env == "antmaze1" else (" --steps 2000000", 24)
                 for source in sources:
-                    add("evaluate", f"evaluate.py shaping {source}{steps} --resume --results {args.results_dir}/antmaze_shaping.csv", minutes)
+                    add("evaluate", f"evaluate.py shaping {source} --resume --results {args.results_dir}/antmaze_shaping.csv", 24)
         if experiment == "skills":
             runs = tatc("antmaze1", few_seeds)
             runs += train("baselines_dco_diayn.py dco", "antmaze1", "uniform", few_seeds, 50)
