@@ -1896,7 +1896,6 @@ def plan_commands(args):
         if experiment == "antmaze":
             for env in antmaze.MAZES:
                 tatc(env, few_seeds)
-            for env in antmaze.MAZES:
                 train("tatc.py --updates 3000 --anneal 0", env, "s0-anneal0", few_seeds, 17, "antmaze_tatc.csv")
             train("tatc.py --boredom-coef 0 --updates 3000 --anneal 0", "antmaze1", "s0-boredom0-anneal0", few_seeds, 17, "antmaze_tatc.csv")
             train("tatc.py --skill-update a2c", "antmaze1", "s0-a2c", few_seeds, 40, "antmaze_tatc.csv")
