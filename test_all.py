@@ -873,7 +873,7 @@ def test_clipped_update_first_gradient_is_the_policy_gradient(monkeypatch):
     obs, actions, skills = tatc.rollout(args, env, networks, omega, np.zeros(6, dtype=bool), rng)
     rows = torch.as_tensor(obs[0].swapaxes(0, 1)), torch.as_tensor(actions[0].swapaxes(0, 1)), torch.as_tensor(skills[0])
     rewards = torch.as_tensor(rng.normal(size=(6, 20)).astype(np.float32))
-    monkeypatch.setattr(np, "array_split", lambda array, parts: [array])  # one minibatch
+    monkeypatch.setattr(torch.Tensor, "tensor_split", lambda tensor, parts: [tensor])  # one minibatch
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *_: None)
     expected, pi = [], networks["pi_low"]
     with torch.no_grad():
@@ -893,45 +893,72 @@ def test_clipped_update_first_gradient_is_the_policy_gradient(monkeypatch):
         expected.append(-sum(log_pi[head, rows[1][n, t, head]] for head in range(8)) * advantage[i])
     expected = torch.autograd.grad(torch.stack(expected).mean(), pi.middle.weight)[0]
     optimizer = tatc.make_optimizers(args, networks)["low"]
-    tatc.clipped_low_update(args, networks, optimizer, omega, tatc.flatten_trajectories(rows[0][:, :-1], *rows[1:]), rewards, fallen, rng)
+    rows = *tatc.flatten_trajectories(rows[0][:, :-1], rows[1]), rows[2].repeat_interleave(20)
+    tatc.clipped_low_update(args, networks, optimizer, omega, rows, rewards, fallen, rng)
     assert torch.allclose(pi.middle.weight.grad, expected, rtol=1e-3, atol=1e-6) and expected.abs().max() > 0
 
 
-def test_clipped_steps_against_a_loop():
-    """Three steps of plain gradient descent on a table of logits and values, ratio, clipping and entropy by hand."""
+def test_clipped_gradient_against_a_loop():
+    """Three steps of plain gradient descent on a table of two heads' logits and values; ratio, clipping and entropy by a loop."""
     rng, entropy_coef = np.random.default_rng(0), 0.2
-    choice, advantage, returns = (torch.as_tensor(x) for x in (rng.integers(3, size=12), rng.normal(size=12), rng.normal(size=12)))
-    table = torch.as_tensor(rng.normal(size=(12, 4)))
+    choice, advantage, returns = (torch.as_tensor(x) for x in (rng.integers(3, size=(12, 2)), rng.normal(size=12), rng.normal(size=12)))
+    table = torch.as_tensor(rng.normal(size=(12, 7)))
+    old_log_prob = tatc.log_prob_and_entropy(table[:, :6].reshape(12, 2, 3), choice)[0]
+    advantage = tatc.normalise(advantage)
+    terms = []
 
-    def run(loss_of_step):
+    def run(steps):
         parameters = nn.Parameter(table.clone())
-        optimizer = torch.optim.SGD([parameters], lr=5.0)
-        loss_of_step(parameters, optimizer)
+        steps(parameters, torch.optim.SGD([parameters], lr=5.0))
         return parameters.detach()
 
     def ours(parameters, optimizer):
-        def outputs(index):
-            return *tatc.log_prob_and_entropy(parameters[index, None, :3], choice[index, None]), parameters[index, 3]
-
-        tatc.clipped_steps(optimizer, outputs, advantage, returns, entropy_coef, [slice(None), torch.arange(6), slice(None)])
+        for index in (slice(None), slice(6), slice(None)):
+            part, parameters.grad = parameters.detach()[index], torch.zeros_like(parameters)
+            targets = (x[index] for x in (choice, old_log_prob, advantage, returns))
+            *grads, info = tatc.clipped_gradient(part[:, :6].reshape(-1, 2, 3), part[:, 6], *targets, entropy_coef)
+            parameters.grad[index] = torch.cat([grads[0].flatten(1), grads[1][:, None]], dim=1)
+            nn.utils.clip_grad_norm_([parameters], 0.5)
+            optimizer.step()
+            terms.append((info["policy"] + 0.5 * info["value"]).item())
 
     def loop(parameters, optimizer):
-        scaled = [(a - advantage.mean()) / (sum((b - advantage.mean()) ** 2 for b in advantage) / 11).sqrt() for a in advantage]
         for index in (range(12), range(6), range(12)):
             loss = 0.0
             for i in index:
-                pi = torch.softmax(parameters[i, :3], 0)
-                ratio = pi[choice[i]] / torch.softmax(table[i, :3], 0)[choice[i]]
-                inside = 0.8 < ratio < 1.2 or (ratio <= 0.8) == (scaled[i] > 0)  # otherwise the gain is constant
-                loss = loss - (ratio if inside else ratio.detach()) * scaled[i] + entropy_coef * sum(p * p.log() for p in pi)
-                loss = loss + 0.5 * (returns[i] - parameters[i, 3]) ** 2
+                pi, old = (torch.softmax(logits[i, :6].reshape(2, 3), 1) for logits in (parameters, table))
+                ratio = math.prod(pi[head, choice[i, head]] / old[head, choice[i, head]] for head in range(2))
+                inside = 0.8 < ratio < 1.2 or (ratio <= 0.8) == (advantage[i] > 0)  # otherwise the gain is constant
+                gain = (ratio if inside else ratio.detach().clamp(0.8, 1.2)) * advantage[i]
+                loss = loss - gain + entropy_coef * (pi * pi.log()).sum() + 0.5 * (returns[i] - parameters[i, 6]) ** 2
+            loss = loss / len(index)
             optimizer.zero_grad()
-            (loss / len(index)).backward()
-            norm = parameters.grad.norm()
-            parameters.grad *= min(1.0, 0.5 / norm)
+            loss.backward()
+            parameters.grad *= min(1.0, 0.5 / parameters.grad.norm())
             optimizer.step()
+            terms.append(loss.item())
 
     assert torch.allclose(run(ours), run(loop), atol=1e-5) and (run(ours) - table).abs().max() > 0.5
+    assert np.allclose(terms[:3], terms[3:6])
+
+
+@pytest.mark.parametrize("ants", [True, False])
+def test_backward_is_autograds_gradient(tmp_path, ants):
+    """Net.backward, on observations and on states, into the flat vector that the optimiser steps on."""
+    args, env, networks, omega = ant_setup() if ants else small_setup(tmp_path)
+    net, rng = networks["v_low"], np.random.default_rng(0)
+    obs = torch.as_tensor(rng.normal(size=(7, 29)).astype(np.float32) if ants else rng.integers(env.num_states, size=7))
+    extra, grad = torch.as_tensor(rng.normal(size=(7, 3)).astype(np.float32)), torch.as_tensor(rng.normal(size=(7, 1)).astype(np.float32))
+    expected = torch.autograd.grad((net(obs, extra) * grad).sum(), list(net.parameters()))
+    before = nn.utils.parameters_to_vector(net.parameters()).detach()
+    flat = tatc.flat_parameters(net)
+    for _ in range(2):  # a gradient replaces the one before
+        with torch.no_grad():
+            net.backward(obs, extra, net.layers(obs, extra), grad)
+    assert all(torch.allclose(parameter.grad, other, rtol=1e-4, atol=1e-6) for parameter, other in zip(net.parameters(), expected))
+    assert torch.equal(flat.grad, nn.utils.parameters_to_vector([parameter.grad for parameter in net.parameters()])) and flat.grad.norm() > 0.1
+    torch.optim.SGD([flat], lr=1.0).step()
+    assert torch.equal(nn.utils.parameters_to_vector(net.parameters()), before - flat.grad)
 
 
 def test_phi_learns_from_the_trajectories_of_the_last_updates():
@@ -963,17 +990,21 @@ def test_clipped_update_moves_every_network(monkeypatch):
     args, env, networks, omega = ant_setup()
     rng, walkers = np.random.default_rng(0), np.arange(6) < 2
     before, batch = copy.deepcopy(networks.state_dict()), tatc.rollout(args, env, networks, omega, walkers, rng)
-    seen, advantages = tatc.clipped_steps, []
-    monkeypatch.setattr(tatc, "clipped_steps", lambda *rest: advantages.append((rest[2], rest[3])) or seen(*rest))
+    real, targets = tatc.clipped_step, []
+    monkeypatch.setattr(tatc, "clipped_step", lambda *rest: targets.append(rest[-2:]) or real(*rest))
     tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, (batch[0][:, 0], batch[0][-1, -1], batch[2]), walkers,
                 [(batch[0][:, :: args.pair_gap], walkers)], rng)
     assert all(not torch.equal(value, before[name]) for name, value in networks.state_dict().items() if name.endswith("weight"))
     networks.load_state_dict(before)
-    advantage, returns = advantages[1]
+    assert len(targets) == 4 * 8 + 8
+    advantage, returns = targets[-1]
+    expected = []
     for n, ant in enumerate(range(2, 6)):  # one skill per episode here: the return is the distance of its ends
         first, last = (networks["phi"](torch.as_tensor(batch[0][0, t, ant])) for t in (0, -1))
         value = networks["v_hi"](torch.as_tensor(batch[0][0, 0, ant]), torch.ones(1)).squeeze()
-        assert torch.allclose(returns[n], (first - last).norm(), rtol=1e-4) and torch.allclose(advantage[n], returns[n] - value, rtol=1e-3, atol=1e-5)
+        assert torch.allclose(returns[n], (first - last).norm(), rtol=1e-4)
+        expected.append((returns[n] - value).item())
+    assert np.allclose(advantage, (expected - np.mean(expected)) / np.std(expected, ddof=1), rtol=1e-3, atol=1e-4)
 
 
 def test_a_fall_is_paid_once_and_ends_the_lesson(monkeypatch):
