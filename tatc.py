@@ -735,16 +735,19 @@ def train(args):
                  for key, old in checkpoint.get("args", {"env": "unknown"}).items() if identity.get(key) != old]
         if other:
             raise UsageError(f"{checkpoint_path} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
-        done, seconds, sums = checkpoint["update"], checkpoint["seconds"], checkpoint["sums"]
-        networks.load_state_dict(checkpoint["networks"])
-        for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(checkpoint["optimizers"][name])
-        env.set_state(checkpoint["env"])
-        rng.bit_generator.state = checkpoint["rng"]
-        snapshots = {update: phi.numpy() for update, phi in checkpoint["snapshots"].items()}
-        visited, random_walk = checkpoint["visited"].numpy(), checkpoint["random_walk"].numpy()
-        began, choices = ([array.numpy() for array in checkpoint[key]] for key in ("began", "choices"))
-        recent = [tuple(array.numpy() for array in pair) for pair in checkpoint["recent"]]
+        try:
+            done, seconds, sums = checkpoint["update"], checkpoint["seconds"], checkpoint["sums"]
+            networks.load_state_dict(checkpoint["networks"])
+            for name, optimizer in optimizers.items():
+                optimizer.load_state_dict(checkpoint["optimizers"][name])
+            env.set_state(checkpoint["env"])
+            rng.bit_generator.state = checkpoint["rng"]
+            snapshots = {update: phi.numpy() for update, phi in checkpoint["snapshots"].items()}
+            visited, random_walk = checkpoint["visited"].numpy(), checkpoint["random_walk"].numpy()
+            began, choices = ([array.numpy() for array in checkpoint[key]] for key in ("began", "choices"))
+            recent = [tuple(array.numpy() for array in pair) for pair in checkpoint["recent"]]
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise UsageError(f"{checkpoint_path} is of another version of tatc.py ({type(error).__name__}); use that or another --run-dir") from None
         rows = read_rows(metrics_path, done)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_args(args, run_dir)

@@ -789,11 +789,15 @@ def test_bad_arguments_give_one_line_and_lose_nothing(tmp_path, monkeypatch, cap
     same = ("--num-envs", 8, "--hidden", 32, "--skill-length", 6, "--episode-length", 18, "--log-every", 7, "--checkpoint-every", 5)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "checkpoint.pt").write_bytes(before[run / "checkpoint.pt"][:1000])
+    (tmp_path / "older").mkdir()
+    checkpoint = torch.load(run / "checkpoint.pt", weights_only=True)
+    torch.save({key: value for key, value in checkpoint.items() if key != "recent"}, tmp_path / "older" / "checkpoint.pt")
     cases = [
         (("--env", "nowhere"), "unknown env 'nowhere'"),
         (("--env", maze, "--run-dir", run), "holds a run already; add --resume"),
         (("--env", "umaze", *same, "--run-dir", run, "--resume"), "is of another run (env"),
         (("--env", maze, *same, "--run-dir", tmp_path / "damaged", "--resume"), "damaged or not a checkpoint"),
+        (("--env", maze, *same, "--run-dir", tmp_path / "older", "--resume"), "is of another version of tatc.py (KeyError)"),
         (("--env", maze, "--num-envs", 0), "--num-envs is 0"),
         (("--env", maze, "--updates", -1), "--updates is -1"),
         (("--env", maze, "--skill-length", 0), "--skill-length is 0"),
