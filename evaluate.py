@@ -259,13 +259,19 @@ class Net(nn.Module):
         self.out = nn.Linear(hidden, outputs)
 
     def forward(self, obs, extra=None):
+        return self.layers(obs, extra)[-1]
+
+    def layers(self, obs, extra=None):
+        """The two hidden layers and the outputs."""
         if obs.is_floating_point():
-            first = (obs * self.obs_scale) @ self.weight_obs + self.bias
+            first = F.linear(obs * self.obs_scale, self.weight_obs.T, self.bias)
         else:
             first = F.embedding(obs, self.weight_obs) + self.bias
         if extra is not None:
             first = first + extra @ self.weight_extra
-        return self.out(torch.tanh(self.middle(torch.tanh(first))))
+        one = torch.tanh(first)
+        two = torch.tanh(self.middle(one))
+        return one, two, self.out(two)
 
 
 class PredictionAgent(nn.Module):

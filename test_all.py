@@ -947,8 +947,8 @@ def test_clipped_gradient_against_a_loop():
 
 
 @pytest.mark.parametrize("ants", [True, False])
-def test_backward_is_autograds_gradient(tmp_path, ants):
-    """Net.backward, on observations and on states, into the flat vector that the optimiser steps on."""
+def test_set_gradients_is_autograds_gradient(tmp_path, ants):
+    """set_gradients, on observations and on states, into the flat vector that the optimiser steps on."""
     args, env, networks, omega = ant_setup() if ants else small_setup(tmp_path)
     net, rng = networks["v_low"], np.random.default_rng(0)
     obs = torch.as_tensor(rng.normal(size=(7, 29)).astype(np.float32) if ants else rng.integers(env.num_states, size=7))
@@ -958,7 +958,7 @@ def test_backward_is_autograds_gradient(tmp_path, ants):
     flat = tatc.flat_parameters(net)
     for _ in range(2):  # a gradient replaces the one before
         with torch.no_grad():
-            net.backward(obs, extra, net.layers(obs, extra), grad)
+            tatc.set_gradients(net, obs, extra, net.layers(obs, extra), grad)
     assert all(torch.allclose(parameter.grad, other, rtol=1e-4, atol=1e-6) for parameter, other in zip(net.parameters(), expected))
     assert torch.equal(flat.grad, nn.utils.parameters_to_vector([parameter.grad for parameter in net.parameters()])) and flat.grad.norm() > 0.1
     torch.optim.SGD([flat], lr=1.0).step()
