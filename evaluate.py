@@ -1384,8 +1384,10 @@ def draw_curves(path, panels, x_label, title):
                 length = min(len(steps) for steps, _ in seeds.values())
                 steps = next(iter(seeds.values()))[0][:length]
                 mean, half = np.transpose([student_interval(point) for point in zip(*(values[:length] for _, values in seeds.values()))])
-                colour = COLOURS.get(method, "0.3")
-                handles[method], = ax.plot(steps, mean, "--" if method in DASHED else "-", color=colour, linewidth=1.5)
+                name, _, reward = method.partition(", ")
+                colour, both = COLOURS.get(name, "0.3"), reward == "dense" and f"{name}, mix" in curves[env]
+                style = "--" if name in DASHED else ":" if both else "-"
+                handles[method], = ax.plot(steps, mean, style, color=colour, linewidth=1.5)
                 if len(seeds) > 1:
                     ax.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.2, linewidth=0)
                 if len(seeds) <= 3:  # an interval of so few says less than they do
@@ -1699,22 +1701,15 @@ def antmaze_figures(results_dir):
     """The figures of shaping and skills; returns {name: table}."""
     tables, rows = {}, read_results(results_dir / "antmaze_shaping.csv")
 
-    def shaped(reward, metric):  # sparse and xy belong beside both
-        parts = [curves_of(rows, f"shaping-{name}", metric) for name in (reward, "sparse", "xy")]
-        return {env: {method: seeds for part in parts for method, seeds in part.get(env, {}).items()}
-                for env in sorted({env for part in parts for env in part})}
-
     panels, columns = [], {}
     for metric, label, limits in (("success", "success rate", (-0.03, 1.03)), ("sampled_success", "that of the sampled policy", None),
                                   ("distance", "final distance to the goal", (0, 58))):
-        for reward in ("dense", "mix"):
-            curves = shaped(reward, metric)
-            shown = {env: methods for env, methods in curves.items() if set(methods) - {"sparse", "xy"}}
-            if limits:
-                panels.append((smooth(shown), f"{reward}: {label}", limits))
-            for env, methods in curves.items():
+        for reward in ("dense", "mix", "sparse", "xy"):
+            for env, methods in curves_of(rows, f"shaping-{reward}", metric).items():
                 columns.setdefault((label, env), {}).update(
-                    {method if method in ("sparse", "xy") else f"{method}, {reward}": seeds for method, seeds in methods.items()})
+                    {method if method == reward else f"{method}, {reward}": seeds for method, seeds in methods.items()})
+        if limits:
+            panels.append((smooth({env: methods for (name, env), methods in sorted(columns.items()) if name == label}), label, limits))
     draw_curves(results_dir / "figures" / "antmaze_shaping.png", panels, "environment steps",
                 "Reward shaping: SAC on distances in phi, smoothed by 0.9 per 10,000 steps.\n"
                 "The paper (5 million steps): TATC does as well as Lap-rep (uniform) or better.")
