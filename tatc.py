@@ -297,12 +297,13 @@ def make_actor(pi_low, omega, action_shape, rng):
     weight_obs = weights["obs_scale"][:, None] * weights["weight_obs"]
     first = weights["bias"] + omega.cpu().numpy() @ weights["weight_extra"]  # [n, hidden]
     first = np.concatenate([first, np.zeros_like(first[:1])])
+    count = len(omega)
     middle, out = (np.ascontiguousarray(weights[f"{name}.weight"].T) for name in ("middle", "out"))  # products with a view are slower
 
     def act(obs, skill):
         hidden = np.tanh(np.tanh(obs @ weight_obs + first[skill]) @ middle + weights["middle.bias"])
         logits = (hidden @ out + weights["out.bias"]).reshape(len(obs), *action_shape)
-        logits[skill == len(omega)] = 0.0
+        logits[skill == count] = 0.0
         return (logits - np.log(rng.standard_exponential(logits.shape, dtype=np.float32).clip(1e-30))).argmax(-1)  # Gumbel noise
 
     return act
@@ -395,8 +396,10 @@ def clipped_gradient(logits, value, actions, old_log_prob, advantage, returns, e
 
     Returns the gradients by logits [n, heads, values] and value [n], and the terms of the loss; the rest is as in A2C's.
     """
-    log_pi = logits - logits.logsumexp(-1, keepdim=True)
-    pi = log_pi.exp()
+    shifted = logits - logits.amax(-1, keepdim=True)  # by hand, since softmax takes twice the time for so few values
+    pi = shifted.exp()
+    total = pi.sum(-1, keepdim=True)
+    pi, log_pi = pi / total, shifted - total.log()
     entropy = -(pi * log_pi).sum(-1, keepdim=True)  # [n, heads, 1]
     chosen = actions[..., None]
     ratio = (log_pi.gather(-1, chosen).sum((-1, -2)) - old_log_prob).exp()
@@ -442,7 +445,7 @@ def clipped_low_update(args, networks, optimizer, omega, rows, rewards, fallen, 
     rows = [part[upright.flatten()] for part in rows] + [normalise(advantage[upright]), (advantage + value)[upright]]
     for _ in range(args.clipped_passes):
         order = torch.as_tensor(rng.permutation(len(rows[0])), device=rewards.device)
-        for batch in zip(*(part[order].tensor_split(8) for part in rows)):
+        for batch in zip(*(part.index_select(0, order).tensor_split(8) for part in rows)):
             terms = clipped_step(networks["pi_low"], networks["v_low"], optimizer, args.low_entropy_coef, *batch)
     return terms
 
