@@ -392,9 +392,11 @@ def flatten_trajectories(obs, actions):
 
 
 def clipped_gradient(logits, value, actions, old_log_prob, advantage, returns, entropy_coef):
-    """The data-reusing alternative to A2C's loss (D5): clipped probability ratio, entropy bonus, half the critic's squared error.
+    """The data-reusing alternative to A2C's loss (D5), with the ratio r = pi(a|s) / pi_old(a|s), A the advantage and R the return:
 
-    Returns the gradients by logits [n, heads, values] and value [n], and the terms of the loss; the rest is as in A2C's.
+        L = -mean min(r A, clip(r, 0.8, 1.2) A) - entropy_coef mean H(pi) + 0.5 mean (V - R)^2
+
+    logits [n, heads, values], actions [n, heads], the others [n]. Returns dL/dlogits, dL/dvalue, and the terms of L.
     """
     shifted = logits - logits.amax(-1, keepdim=True)  # by hand, since softmax takes twice the time for so few values
     pi = shifted.exp()
@@ -426,6 +428,7 @@ def clipped_step(policy, critic, optimizer, entropy_coef, obs, policy_extra, cri
 
 
 def normalise(advantage):
+    """Mean 0, deviation 1."""
     return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
 
@@ -751,7 +754,8 @@ def train(args):
             began, choices = ([array.numpy() for array in checkpoint[key]] for key in ("began", "choices"))
             recent = [tuple(array.numpy() for array in pair) for pair in checkpoint["recent"]]
         except (KeyError, RuntimeError, ValueError) as error:
-            raise UsageError(f"{checkpoint_path} is of another version of tatc.py ({type(error).__name__}); use that or another --run-dir") from None
+            reason = f"is of another version of tatc.py ({type(error).__name__}); use that version or another --run-dir"
+            raise UsageError(f"{checkpoint_path} {reason}") from None
         rows = read_rows(metrics_path, done)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_args(args, run_dir)

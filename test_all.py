@@ -908,8 +908,9 @@ def test_clipped_gradient_against_a_loop():
     choice, advantage, returns = (torch.as_tensor(x) for x in (rng.integers(3, size=(12, 2)), rng.normal(size=12), rng.normal(size=12)))
     table = torch.as_tensor(rng.normal(size=(12, 7)))
     old_log_prob = tatc.log_prob_and_entropy(table[:, :6].reshape(12, 2, 3), choice)[0]
-    advantage = tatc.normalise(advantage)
-    terms = []
+    scaled = [(a - advantage.mean()) / (sum((b - advantage.mean()) ** 2 for b in advantage) / 11).sqrt() for a in advantage]
+    advantage, terms = tatc.normalise(advantage), []
+    assert np.allclose(advantage, scaled)
 
     def run(steps):
         parameters = nn.Parameter(table.clone())
