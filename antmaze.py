@@ -1,34 +1,32 @@
-"""AntMaze-1, AntMaze-2 and any maze text file: batched MuJoCo ants for TATC (UAI 2022), Section 5.2 and Appendix B.2.
+"""AntMaze-1, AntMaze-2, AntMaze-Large and any maze text file: batched MuJoCo ants for TATC (UAI 2022, Section 5.2, Appendix C.2).
 
-    python antmaze.py                       # checks the mazes, prints the speed benchmark, draws the maze
-    python antmaze.py --render ant.gif      # a film of a random ant (a picture from above where there is no OpenGL)
-    python antmaze.py --physics             # the table below
+    python antmaze.py                                  # checks the mazes and draws one
+    python antmaze.py --render ant.gif                 # a film of a random ant
+    python antmaze.py --benchmark --results-dir out    # speed against bare MuJoCo and other ants (half a minute)
+    python antmaze.py --physics --results-dir out      # the table below (ten minutes)
 
-The ant has Gymnasium's dimensions, masses and joint ranges, and its motors in the order of its joints (hip and ankle
-of each leg). The paper gives neither torque nor time step. We take torque 30 and dt 0.1 = 5 steps of 0.02, as HIRO and
-D4RL do. 256 ants in AntMaze-1, 500 random index actions from s0 (results/antmaze_physics.csv):
+The ant has Gymnasium's dimensions, masses and joint ranges, and its motors in the order of its joints (hip and ankle of each
+leg). The paper gives neither torque nor time step. We take torque 30 and dt 0.1 = 5 steps of 0.02, as HIRO and D4RL do. 256 ants
+in AntMaze-1, 500 random index actions from s0 (results/antmaze_physics.csv):
 
     torque  integrator    steps       contact time  distance       on their back  out of the start block
     30      implicitfast  5 x 0.02    0.06          1.22 +- 0.05     6 %          16 %   chosen
     30      RK4           20 x 0.005  0.06          1.23 +- 0.06     3 %          17 %   reference
-    30      RK4           20 x 0.005  0.04          1.13 +- 0.05     1 %          12 %
     30      RK4           5 x 0.02    0.04          1.13 +- 0.05     4 %          12 %   D4RL's settings
     30      implicitfast  5 x 0.02    0.04          1.24 +- 0.05    10 %          15 %
     30      implicitfast  5 x 0.01    0.06          0.85 +- 0.03     0 %           2 %   hardly leaves its block
     75      implicitfast  5 x 0.02    0.06          1.38 +- 0.08   100 %          17 %   lives on its back
     150     RK4           5 x 0.01    0.02          1.55 +- 0.08   100 %          25 %   Gymnasium's settings
 
-Contact time is MuJoCo's solref: never below two time steps, so the usual 0.02 really is 0.04 at a step of 0.02.
-At 0.04 implicitfast flips more ants than RK4 (15 % of 1,024 with another seed, RK4 1 % of 512); why was not traced.
-0.06 for contacts and 0.04 for joint limits were picked for few flips among six pairs, on that other seed. Against RK4
-at 0.06 the 6 % are within the noise (1.5 standard errors), against RK4 at 0.04 they are not. Torques of
-+-1 only (no values between) flip 1 ant of 3 in 500 steps: `flipped()` tells a training loop.
+Contact time is MuJoCo's solref, which is never below two time steps. 0.06 for contacts and 0.04 for joint limits were picked for
+few flips among six pairs on another seed. Fewer, longer steps are up to 1.7 times as fast and flip up to twice as many ants.
 """
 import csv
 import ctypes.util
 import importlib
+import math
 import os
-import sys
+import runpy
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +35,14 @@ import gymnasium
 import numpy as np
 import scipy.ndimage
 import scipy.sparse.csgraph
+import scipy.sparse.linalg
 import tyro
 from gymnasium.vector import AutoresetMode
 from matplotlib.figure import Figure
 from PIL import Image
+
+import gridworld
+from gridworld import UsageError
 
 # MuJoCo chooses its OpenGL when imported. Without a display only EGL can draw; naming a missing one breaks the import.
 if not os.environ.get("DISPLAY") and ctypes.util.find_library("EGL"):
@@ -65,64 +67,28 @@ MAZES = {
 #####.#
 #S....#
 #######""".lstrip(),
+    # D4RL's and Gymnasium-Robotics' large map; not in the paper.
+    "antmaze-large": """
+############
+#S...#.....#
+#.##.#.#.#.#
+#......#...#
+#.####.###.#
+#..#.#.....#
+##.#.#.#.###
+#..#...#.G.#
+############""".lstrip(),
 }
+gridworld.TITLES.update({"antmaze1": "AntMaze-1", "antmaze2": "AntMaze-2", "antmaze-large": "AntMaze-Large"})
 BLOCK = 4.0  # units per maze character; the goal radius epsilon = 2 is half of it
 GOAL_RADIUS = 2.0
+MOST_BLOCKS = 200
 # Reset pose: torso height, upright, hips straight, ankles at 1 rad (range 30 to 70 degrees).
 RESET_POSE = np.array([0, 0, 0.55, 1, 0, 0, 0, 0, 1, 0, -1, 0, -1, 0, 1] + [0] * 14, np.float64)
 LEGS = ((1, 1), (-1, 1), (-1, -1), (1, -1))
 
 
-class MazeError(ValueError):
-    """A maze or an argument that cannot be used; the message names the cause and the fix."""
-
-
-def parse_maze(text, name):
-    """Maze text -> (free [H, W] bool, start (row, column), goal (row, column) or None); row 0 is the top line.
-
-    '#' wall, '.' or ' ' free, 'S' start, 'G' goal; beyond the text is wall. Free cells that cannot be reached
-    from S become walls, so that every state has a finite distance.
-    """
-    lines = text.splitlines()
-    while lines and not lines[-1]:
-        lines.pop()
-    if not lines:
-        raise MazeError(f"{name}: the maze is empty; write at least one row with an S")
-    marks = {"S": [], "G": []}
-    for row, line in enumerate(lines):
-        if len(line) != len(lines[0]):
-            raise MazeError(f"{name}, line {row + 1}: {len(line)} characters but line 1 has {len(lines[0])}; pad the row with '#'")
-        for column, character in enumerate(line):
-            if character not in "#. SG":
-                raise MazeError(f"{name}, line {row + 1}: unknown character {character!r}; use only '#', '.', ' ', 'S', 'G'")
-            if character in marks:
-                marks[character].append((row, column))
-    if len(marks["S"]) != 1:
-        raise MazeError(f"{name}: {len(marks['S'])} start cells; mark exactly one free cell with S")
-    if len(marks["G"]) > 1:
-        raise MazeError(f"{name}, line {marks['G'][1][0] + 1}: a second goal; mark at most one cell with G")
-    open_cells = np.array([[character != "#" for character in line] for line in lines])
-    labels, _ = scipy.ndimage.label(open_cells)
-    free = labels == labels[marks["S"][0]]
-    if free.sum() == 1:
-        raise MazeError(f"{name}, line {marks['S'][0][0] + 1}: the start has no free neighbour; open a cell beside S")
-    goal = marks["G"][0] if marks["G"] else None
-    if goal is not None and not free[goal]:
-        raise MazeError(f"{name}, line {goal[0] + 1}: the goal cannot be reached from the start; open a path or move G")
-    return free, marks["S"][0], goal
-
-
-def read_maze(name, built_in):
-    """The text of a built-in maze or of a text file, parsed."""
-    if name in built_in:
-        return parse_maze(built_in[name], name)
-    try:
-        return parse_maze(Path(name).read_text(encoding="utf-8"), name)
-    except (OSError, UnicodeDecodeError):
-        raise MazeError(f"unknown env {name!r}: not one of {', '.join(built_in)} and not a readable maze text file") from None
-
-
-# ------------------------------------------------------------------------------------------------ the ant and its maze
+# -------------------------------------------------------------------------------------------------- the ant and its maze
 def wall_boxes(free):
     """Rectangles of blocks (top, bottom, left, right; ends excluded) that cover all walls of free [H, W], greedily."""
     open_walls, boxes = ~free, []
@@ -138,30 +104,26 @@ def wall_boxes(free):
     return boxes
 
 
-def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30.0,
-                contact_time=0.06, plain_height=None):
+def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30.0, contact_time=0.06, plain=False):
     """The ant in a maze -> MjModel; free [H, W] bool, start (row, column) is the block around xy = (0, 0).
 
-    The fast model (plain_height=None) and the plain one (each wall block a box of that height, contacts found by
-    MuJoCo; the reference of the physics table and what is rendered) hold the same ant and the same walls:
+    The fast model and the plain one (each wall block a low box, contacts found by MuJoCo; what is rendered) hold the same ant
+    and the same walls:
     - Four planes bound the free blocks, boxes 4 high fill what is wall inside: no ant can jump out.
     - The hip stubs belong to the torso's body, as fusing static bodies would have it.
     - Contacts are explicit pairs with the margin and friction that MuJoCo would derive from the geoms. The hip stubs
       have none: torso and thighs enclose them but for a notch of 0.01, and their pairs would cost 10% more time.
     """
-    plain = plain_height is not None
     rows, columns = np.nonzero(free)
     if plain:
-        free = np.pad(free, 1)
-        start = (start[0] + 1, start[1] + 1)
-        boxes = [(row, row + 1, column, column + 1) for row, column in np.argwhere(~free)]
+        free, start = np.pad(free, 1), (start[0] + 1, start[1] + 1)
+        boxes, height = [(row, row + 1, column, column + 1) for row, column in np.argwhere(~free)], 1.0
     else:
         free = free[rows.min():rows.max() + 1, columns.min():columns.max() + 1]
         start = (start[0] - rows.min(), start[1] - columns.min())
-        boxes = wall_boxes(free)
+        boxes, height = wall_boxes(free), 4.0
     west, north = -(start[1] + 0.5) * BLOCK, (start[0] + 0.5) * BLOCK
     east, south = west + free.shape[1] * BLOCK, north - free.shape[0] * BLOCK
-    height = plain_height if plain else 4.0
     walls, planes = "", ["floor"]
     if not plain:
         for x, y, axis in ((west, 0, "1 0 0"), (east, 0, "-1 0 0"), (0, south, "0 1 0"), (0, north, "0 -1 0")):
@@ -186,8 +148,7 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
         legs += f"<body>{stub}{leg}</body>" if plain else stub + leg
         motors += f'<motor joint="hip{i}"/><motor joint="ankle{i}"/>'
     pairs = "" if plain else "".join(
-        f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02" '
-        f'solref="{contact_time} 1"/>'
+        f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02" solref="{contact_time} 1"/>'
         for solid in planes + [f"box{i}" for i in range(len(boxes))]
         for part in ["torso"] + [f"{name}{i}" for name in ("thigh", "shin") for i in range(4)])
     look = f"""
@@ -228,7 +189,7 @@ def on_back(states):
     return states[..., 4] ** 2 + states[..., 5] ** 2 > 0.5
 
 
-# ------------------------------------------------------------------------------------------------ the batch
+# ------------------------------------------------------------------------------------------------------------- the batch
 class AntMazeVec(gymnasium.vector.VectorEnv):
     """N ants in lock-step, each alone in its own copy of the maze.
 
@@ -243,28 +204,24 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
     # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block, height,
     # quaternion and joint angles as they are, velocities to order 1.
     obs_scale = np.array([0.6 / BLOCK] * 2 + [1] * 13 + [0.5] * 3 + [0.3] * 3 + [0.2] * 8, np.float32)
-    # A representation sees the full state too, x, y at four times that scale and the rest at a fiftieth of it: where the ant is counts
-    # most, and corridors side by side in the plane have to come apart.
+    # D6: a representation sees x, y at four times that scale and the rest at a fiftieth of it. Where the ant is counts most,
+    # and corridors side by side in the plane have to come apart.
     phi_scale = obs_scale * np.array([4] * 2 + [0.02] * 27, np.float32)
 
-    def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False, frame_skip=5, timestep=0.02,
-                 integrator="implicitfast", max_episode_steps=1000, start="s0", render_mode=None):
-        for name, value in (("num_envs", num_envs), ("num_threads", num_threads), ("frame_skip", frame_skip),
-                            ("max_episode_steps", max_episode_steps)):
-            if not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if not isinstance(timestep, (int, float)) or not 0 < timestep <= 0.05:
-            raise ValueError(f"timestep must be in (0, 0.05] seconds, got {timestep!r}")
-        if integrator not in ("implicitfast", "implicit", "Euler", "RK4"):
-            raise ValueError(f"integrator must be implicitfast, implicit, Euler or RK4, got {integrator!r}")
+    def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False, max_episode_steps=1000,
+                 start="s0", render_mode=None):
+        for name, value in (("num_envs", num_envs), ("num_threads", num_threads), ("max_episode_steps", max_episode_steps)):
+            if value != math.inf and (not isinstance(value, (int, np.integer)) or not 1 <= value < 2**20):
+                raise UsageError(f"{name} must be an integer from 1 to {2**20}, got {value!r}")
         if start not in ("s0", "uniform"):
-            raise ValueError(f"start must be 's0' or 'uniform', got {start!r}")
+            raise UsageError(f"start must be 's0' or 'uniform', got {start!r}")
         if render_mode not in (None, "rgb_array"):
-            raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}")
-        self.name, self.num_envs, self.frame_skip, self.start = str(maze), int(num_envs), int(frame_skip), start
-        self.max_episode_steps, self.render_mode, self._renderer = int(max_episode_steps), render_mode, None
-        self.free, self.start_block, goal = read_maze(str(maze), MAZES)
-        self.model = build_model(self.free, self.start_block, timestep, integrator)
+            raise UsageError(f"render_mode must be None or 'rgb_array', got {render_mode!r}")
+        self.num_envs, self.start, self.max_episode_steps = int(num_envs), start, max_episode_steps
+        self.render_mode, self._renderer, self._maze = render_mode, None, maze
+        name, self.free, self.start_block, goal = gridworld.read_maze(str(maze), MAZES, MOST_BLOCKS)
+        self.name = name if maze in MAZES else f"ant-{name}"
+        self.model = build_model(self.free, self.start_block)
         self._batch = mujoco.batch.Batch(self.model, self.num_envs, int(num_threads))
         self._rows = self._batch.state  # time, qpos 15, qvel 14, warm start, ctrl ...: all that a step depends on
         self._physics = self._rows[:, 1:30]
@@ -285,12 +242,12 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, self.num_envs)
         self.reset(seed=seed)
 
-    # -------------------------------------------------------------------------------------------- ground truth
+    # ------------------------------------------------------------------------------------------------------ ground truth
     def _measure_maze(self, goal):
         """Positions, cells and geodesic distances from the blocks; coordinates are (x, y), y up, s0 = (0, 0)."""
-        self.corner = np.array([-(self.start_block[1] + 0.5) * BLOCK, (self.start_block[0] + 0.5) * BLOCK])  # top left
-        self.goal_xy = None if goal is None else np.array([goal[1] - self.start_block[1],
-                                                           self.start_block[0] - goal[0]]) * BLOCK
+        row, column = self.start_block
+        self.corner = np.array([-(column + 0.5) * BLOCK, (row + 0.5) * BLOCK])  # top left
+        self.goal_xy = None if goal is None else np.array([goal[1] - column, row - goal[0]]) * BLOCK
 
         def split(parts):  # [H * parts, W * parts]: each block cut into parts x parts squares
             return np.kron(self.free, np.ones((int(parts), int(parts)), bool))
@@ -322,8 +279,9 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         self.truth_obs = np.tile(RESET_POSE, (len(fits), 1)).astype(np.float32)
         self.truth_obs[:, :2] = self.truth_xy
         truth_nodes = self._nearest_node(self.truth_xy)
-        self.distance = scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=truth_nodes)[
-            :, truth_nodes].astype(np.float32)
+        self.distance = np.concatenate([
+            scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=part)[:, truth_nodes].astype(np.float32)
+            for part in np.array_split(truth_nodes, -(-len(truth_nodes) // 500))])
         self.start_index = int(np.linalg.norm(self.truth_xy, axis=1).argmin())
         self.goal_index = None if goal is None else int(np.linalg.norm(self.truth_xy - self.goal_xy, axis=1).argmin())
 
@@ -348,12 +306,24 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             self._from_node[node] = scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=node)
         return self._from_node[node][self._nearest_node(xy_a)].astype(np.float32)
 
+    def laplacian_eigenvectors(self, count):
+        """The `count` smallest eigenvalues [count] of the maze's Laplacian and its eigenfunctions at the truth states [S, count].
+
+        The Laplacian is that of the 0.5-unit graph's horizontal and vertical edges: diffusion that walls reflect.
+        """
+        edges = self._graph.copy()
+        edges.data = (edges.data < 0.6).astype(float)
+        laplacian = scipy.sparse.csgraph.laplacian(edges + edges.T)
+        values, vectors = scipy.sparse.linalg.eigsh(laplacian.tocsc(), count, sigma=-1e-6, v0=np.ones(laplacian.shape[0]))
+        order = np.argsort(values)
+        return values[order], vectors[self._nearest_node(self.truth_xy)][:, order]
+
     def cell(self, obs):
         """The 1x1 cell that holds each position; obs [n, >= 2] -> [n] int, walls count as the nearest free cell."""
         column, row = np.floor((np.asarray(obs)[:, :2] - self.corner) * (1, -1)).astype(int).T
         return self._cell[row.clip(0, self._cell.shape[0] - 1), column.clip(0, self._cell.shape[1] - 1)]
 
-    # -------------------------------------------------------------------------------------------- plain dynamics
+    # ---------------------------------------------------------------------------------------------------- plain dynamics
     def move(self, actions):
         """One step of all ants: actions int [N, 8] in 0..4 or float [N, 8] in [-1, 1] (clipped) -> obs [N, 29].
 
@@ -361,21 +331,21 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         """
         actions = np.asarray(actions)
         if actions.shape != (self.num_envs, 8):
-            raise ValueError(f"actions must have shape ({self.num_envs}, 8), got {actions.shape}")
+            raise UsageError(f"actions must have shape ({self.num_envs}, 8), got {actions.shape}")
         if actions.dtype.kind in "iu":
             if actions.min() < 0 or actions.max() > 4:
-                raise ValueError(f"actions must be indices 0..4, got {actions.min()}..{actions.max()}")
+                raise UsageError(f"actions must be indices 0..4, got {actions.min()}..{actions.max()}")
             np.multiply(actions, 0.5, out=self._ctrl)
             self._ctrl -= 1.0  # the paper's 5 equally spaced torques: -1, -0.5, 0, 0.5, 1
         elif actions.dtype.kind == "f":
             if not np.isfinite(actions).all():
-                raise ValueError("actions must be finite, got NaN or infinity")
+                raise UsageError("actions must be finite, got NaN or infinity")
             self._ctrl[:] = actions
         else:
-            raise ValueError(f"actions must be integers 0..4 or floats in [-1, 1], got dtype {actions.dtype}")
+            raise UsageError(f"actions must be integers 0..4 or floats in [-1, 1], got dtype {actions.dtype}")
         failed = ()
         try:
-            self._batch.step(nstep=self.frame_skip)
+            self._batch.step(nstep=5)
         except mujoco.batch.SimulationError as error:
             failed = error.ids
         low, high = self._bounds
@@ -398,11 +368,11 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         """Puts the ants of mask [N] bool at "s0" or "uniform" free positions (with noise), or in states [n, 29]."""
         mask = np.asarray(mask)
         if mask.shape != (self.num_envs,) or mask.dtype != bool:
-            raise ValueError(f"mask must be bool of shape ({self.num_envs},), got {mask.dtype} {mask.shape}")
+            raise UsageError(f"mask must be bool of shape ({self.num_envs},), got {mask.dtype} {mask.shape}")
         count = int(mask.sum())
         if isinstance(where, str):
             if where not in ("s0", "uniform"):
-                raise ValueError(f"where must be 's0', 'uniform' or states [n, 29], got {where!r}")
+                raise UsageError(f"where must be 's0', 'uniform' or states [n, 29], got {where!r}")
             states = np.tile(RESET_POSE, (count, 1))
             if where == "uniform":
                 square = self.np_random.integers(len(self._squares), size=count)
@@ -415,18 +385,18 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         else:
             states = np.asarray(where, np.float64).copy()
             if states.shape != (count, 29) or not np.isfinite(states).all():
-                raise ValueError(f"where must be finite states of shape ({count}, 29), got {states.shape}")
+                raise UsageError(f"where must be finite states of shape ({count}, 29), got {states.shape}")
         norm = np.linalg.norm(states[:, 3:7], axis=1, keepdims=True)
         if (norm < 1e-6).any():
-            raise ValueError("where must hold unit quaternions in columns 3:7, got zeros")
+            raise UsageError("where must hold unit quaternions in columns 3:7, got zeros")
         states[:, 3:7] /= norm
         rows = np.zeros((count, self._rows.shape[1]))
         rows[:, 1:30] = states
         self._rows[mask] = rows
         self.obs = self._physics.astype(np.float32)
 
-    def flipped(self):
-        """Ants on their back -> [N] bool."""
+    def fallen(self):
+        """Ants on their back -> [N] bool: they have to go back to s0 before the next episode (D7)."""
         return on_back(self._physics)
 
     def get_state(self):
@@ -439,19 +409,20 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         """Continues bit for bit from get_state(); arrays may have become torch tensors."""
         rows = np.asarray(state["rows"])
         if rows.shape != self._rows.shape:
-            raise ValueError(f"state must hold rows of shape {self._rows.shape}, got {rows.shape}; same num_envs?")
+            raise UsageError(f"the stored state has rows of shape {rows.shape}, not {self._rows.shape}; same num_envs?")
         self._rows[:] = rows
         self._steps, self._done = np.asarray(state["steps"]).copy(), np.asarray(state["done"]).copy()
         self.diverged, self.last_diverged = int(state["diverged"]), np.asarray(state["last_diverged"]).copy()
         self.np_random.bit_generator.state = state["rng"]
         self.obs = self._physics.astype(np.float32)
 
-    # -------------------------------------------------------------------------------------------- Gymnasium
+    # --------------------------------------------------------------------------------------------------------- Gymnasium
     def reset(self, *, seed=None, options=None):
+        """Options: {"start": "s0", "uniform" or states [N, 29]}."""
         if seed is not None and (not isinstance(seed, (int, np.integer)) or seed < 0):
-            raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
+            raise UsageError(f"seed must be an integer of at least 0, got {seed!r}")
         super().reset(seed=None if seed is None else int(seed))
-        self.place(np.ones(self.num_envs, bool), self.start)
+        self.place(np.ones(self.num_envs, bool), (options or {}).get("start", self.start))
         self._steps[:], self._done[:] = 0, False
         return self.obs, {}
 
@@ -473,21 +444,19 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         return self.obs, reached.astype(np.float64), reached, truncated, info
 
     def render(self):
-        """The ant of a single env as an RGB picture [480, 480, 3], a tuple of pictures for more."""
+        """A picture [480, 480, 3] of each ant in its maze."""
         if self.render_mode is None:
             return None
         if self._renderer is None:
-            model = build_model(self.free, self.start_block, plain_height=1.0)
+            model = build_model(self.free, self.start_block, plain=True)
             try:
                 self._renderer = mujoco.Renderer(model, 480, 480)
             except Exception as error:  # each GL backend fails in its own way
-                raise RuntimeError(f"rendering needs OpenGL ({error}); set MUJOCO_GL=egl or osmesa, or use "
-                                   "draw_traces, which needs none") from None
+                raise UsageError(f"rendering needs OpenGL ({error}); set MUJOCO_GL=egl or osmesa") from None
             self._render_data = mujoco.MjData(model)
-        center = self.corner + np.array([self.free.shape[1], -self.free.shape[0]]) * BLOCK / 2
         camera = mujoco.MjvCamera()
-        camera.lookat, camera.distance = (*center, 0), 1.3 * BLOCK * max(self.free.shape)
-        camera.azimuth, camera.elevation = 90, -70
+        camera.lookat[:2] = self.corner + np.array([self.free.shape[1], -self.free.shape[0]]) * BLOCK / 2
+        camera.distance, camera.azimuth, camera.elevation = 1.3 * BLOCK * max(self.free.shape), 90, -70
         frames = []
         for state in self._physics:
             self._render_data.qpos[:] = state[:15]
@@ -501,13 +470,57 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             self._renderer.close()
             self._renderer = None
 
+    # ----------------------------------------------------------------------------------------------------------- drawing
+    def draw(self, ax, values=None):
+        """The maze from above: walls grey, s0 red, the goal's radius green; `values` [S] as colours (default: distance)."""
+        left, top = self.corner
+        ax.imshow(~self.free, cmap="Greys", vmin=0, vmax=1.6, zorder=0, interpolation="nearest", extent=(
+            left, left + self.free.shape[1] * BLOCK, top - self.free.shape[0] * BLOCK, top))
+        if self.goal_xy is not None:
+            angle = np.linspace(0, 2 * np.pi, 60)
+            ax.fill(*(self.goal_xy + GOAL_RADIUS * np.stack([np.cos(angle), np.sin(angle)], axis=1)).T,
+                    color="tab:green", alpha=0.35, lw=0, zorder=3)
+        values = self.distance[self.start_index] if values is None else values
+        ax.scatter(*self.truth_xy.T, c=values, cmap="viridis", s=5, zorder=2)
+        ax.plot(0, 0, "o", color="red", ms=6, zorder=5)
+        ax.set(aspect="equal", xticks=[], yticks=[])
+
+    def draw_skills(self, path, policy, omega, steps):
+        """Traces of each skill from 12 places, `steps` long; policy(obs [n, 29], skill [n]) -> probabilities [n, 8, 5]."""
+        order = np.argsort(self.distance[self.start_index], kind="stable")
+        starts = self.truth_obs[order[np.linspace(0, len(order) - 1, 12).astype(int)]]
+        traces = self.skill_traces(policy, len(omega), starts, steps)
+        columns = -(-len(omega) // 2)
+        figure = Figure(figsize=(3 * columns, 6.4), layout="constrained")
+        for ax, paths, delta in zip(figure.subplots(2, columns, squeeze=False).ravel(), traces, omega):
+            self.draw(ax, np.zeros(len(self.truth_xy)))
+            ax.collections[-1].set_visible(False)
+            for xy in paths:
+                ax.plot(*xy.T, color="tab:blue", lw=1)
+                ax.plot(*xy[-1], "o", color="tab:orange", ms=3)
+            ax.set_title(f"delta = ({delta[0]:.2f}, {delta[1]:.2f})", fontsize=9)
+        figure.suptitle(f"{steps} steps of each skill from 12 places in the reset pose; orange: where they end", fontsize=9)
+        figure.savefig(path, dpi=110)
+
+    def skill_traces(self, policy, count, starts, steps):
+        """xy [count, starts, steps + 1, 2] of every skill, sampled, from the states `starts` [m, 29]."""
+        skill = np.repeat(np.arange(count), len(starts))
+        env = AntMazeVec(self._maze, len(skill), 0)
+        env.place(np.ones(len(skill), bool), np.tile(starts, (count, 1)))
+        traces = [env.obs[:, :2]]
+        for _ in range(steps):
+            cumulative = policy(env.obs, skill).cumsum(-1)
+            actions = (env.np_random.random((len(skill), 8, 1)) > cumulative[..., :-1]).sum(-1)
+            traces.append(env.move(actions)[:, :2])
+        return np.stack(traces, axis=1).reshape(count, len(starts), -1, 2)
+
 
 class AntMazeEnv(gymnasium.Env):
-    """One ant with Gymnasium's single interface; arguments as AntMazeVec without num_envs."""
+    """One ant, without a time limit of its own: gymnasium.make adds it. Arguments as AntMazeVec without num_envs."""
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
 
     def __init__(self, maze="antmaze1", render_mode=None, **kwargs):
-        self.vec = AntMazeVec(maze, num_envs=1, render_mode=render_mode, **kwargs)
+        self.vec = AntMazeVec(maze, num_envs=1, render_mode=render_mode, max_episode_steps=math.inf, **kwargs)
         self.render_mode = render_mode
         self.observation_space = self.vec.single_observation_space
         self.action_space = self.vec.single_action_space
@@ -515,27 +528,32 @@ class AntMazeEnv(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.vec._np_random = self.np_random
-        return self.vec.reset()[0][0], {}
+        return self.vec.reset(options=options)[0][0], {}
 
     def step(self, action):
         action = np.asarray(action)
         if action.shape != (8,):
-            raise ValueError(f"action must have shape (8,), got {action.shape}")
+            raise UsageError(f"action must have shape (8,), got {action.shape}")
         obs, reward, terminated, truncated, info = self.vec.step(action[None])
         info = {name: bool(info[name][0]) for name in ("is_success", "diverged")}
         return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
 
     def render(self):
         frames = self.vec.render()
-        return None if frames is None else frames[0]
+        return frames and frames[0]
 
     def close(self):
         self.vec.close()
 
 
-for _number in (1, 2):
-    gymnasium.register(f"TATC/AntMaze{_number}-v0", entry_point=f"{__name__}:AntMazeEnv",
-                       vector_entry_point=f"{__name__}:AntMazeVec", kwargs={"maze": f"antmaze{_number}"})
+for _id, _maze in (("AntMaze1", "antmaze1"), ("AntMaze2", "antmaze2"), ("AntMazeLarge", "antmaze-large")):
+    gymnasium.register(f"TATC/{_id}-v0", entry_point=AntMazeEnv, vector_entry_point=AntMazeVec, max_episode_steps=1000,
+                       kwargs={"maze": _maze})
+
+
+# ---------------------------------------------------------------------------------------- every environment by its name
+CONTRACT = ("num_envs", "obs", "action_shape", "obs_size", "obs_scale", "phi_scale", "move", "place", "fallen", "get_state",
+            "set_state", "truth_obs", "truth_xy", "distance", "start_index", "cell", "num_cells")
 
 
 def make(name, num_envs, seed, **kwargs):
@@ -543,72 +561,31 @@ def make(name, num_envs, seed, **kwargs):
     return AntMazeVec(name, num_envs, seed, **kwargs)
 
 
-# ------------------------------------------------------------------------------------------------ drawing
-def draw_maze(ax, env):
-    """The maze from above on a matplotlib axis: walls grey, s0 red, the goal's radius green."""
-    bottom_right = env.corner + np.array([env.free.shape[1], -env.free.shape[0]]) * BLOCK
-    ax.imshow(~env.free, cmap="Greys", vmin=0, vmax=1.6, zorder=0, interpolation="nearest",
-              extent=(env.corner[0], bottom_right[0], bottom_right[1], env.corner[1]))
-    if env.goal_xy is not None:
-        angle = np.linspace(0, 2 * np.pi, 60)
-        ax.fill(env.goal_xy[0] + GOAL_RADIUS * np.cos(angle), env.goal_xy[1] + GOAL_RADIUS * np.sin(angle),
-                color="tab:green", alpha=0.35, lw=0, zorder=1)
-    ax.plot(0, 0, "o", color="red", ms=6, zorder=5)
-    ax.set_aspect("equal")
-    ax.set_xticks([])
-    ax.set_yticks([])
+def make_env(name, num_envs, seed):
+    """--env of every script: a built-in maze, a maze text file, ant:FILE for ants in it, FILE.py:FUNCTION for your own."""
+    if name in MAZES or name.startswith("ant:"):
+        return make(name.removeprefix("ant:"), num_envs, seed)
+    if ".py:" in name:
+        path, function = name.rsplit(":", 1)
+        text = gridworld.read_text(path)
+        found = runpy.run_path(path)
+        if function not in found:
+            raise UsageError(f"{path} has no function {function}; define {function}(num_envs, seed)")
+        env = found[function](num_envs, seed)
+        missing = [attribute for attribute in CONTRACT if not hasattr(env, attribute)]
+        if missing:
+            raise UsageError(f"the environment of {name} lacks {', '.join(missing)} (README, \"Your own environment\")")
+        env.name = f"{function}-{gridworld.file_name(path, text)}"
+        return env
+    if name not in gridworld.MAZES and not Path(name).exists():
+        known = ", ".join([*gridworld.MAZES, *MAZES])
+        raise UsageError(f"unknown env {name!r}: not one of {known}, and no file; also ant:FILE and FILE.py:FUNCTION")
+    return gridworld.make(name, num_envs, seed)
 
 
-def draw_phi(ax, env, phi):
-    """phi [S, >= 2] over the truth states, coloured by distance from s0, equal axes, s0 in red."""
-    points = ax.scatter(phi[:, 0], phi[:, 1], c=env.distance[env.start_index], cmap="viridis", s=14)
-    ax.plot(*phi[env.start_index, :2], "o", color="red", ms=6)
-    low, high = phi[:, :2].min(0), phi[:, :2].max(0)
-    (x, y), half = (low + high) / 2, 0.55 * max(*(high - low), 1e-9)  # a square window: equal axes that cut nothing off
-    ax.set(xlim=(x - half, x + half), ylim=(y - half, y + half))
-    ax.set_aspect("equal")
-    return points
-
-
-def draw_representation(path, env, phi):
-    """Maze (left) and phi [S, >= 2] (right) in the same colours: the geodesic distance from s0."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    draw_maze(left, env)
-    left.scatter(*env.truth_xy.T, c=env.distance[env.start_index], cmap="viridis", s=14)
-    left.set_title(env.name)
-    figure.colorbar(draw_phi(right, env, np.asarray(phi)), ax=right, label="distance from s0")
-    right.set_title("representation")
-    figure.savefig(path, dpi=120)
-
-
-def draw_progress(path, env, snapshots, titles):
-    """A row of representations: snapshots is a list of phi [S, 2], titles one string each."""
-    figure = Figure(figsize=(2.8 * len(snapshots), 3), layout="constrained")
-    for ax, phi, title in zip(figure.subplots(1, len(snapshots), squeeze=False)[0], snapshots, titles, strict=True):
-        draw_phi(ax, env, np.asarray(phi))
-        ax.set_title(title, fontsize=9)
-        ax.tick_params(labelsize=7)
-    figure.savefig(path, dpi=120)
-
-
-def draw_traces(path, env, traces, title):
-    """Trajectories traces [skills, starts, T, 2] of xy over the maze, one colour per skill."""
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    ax = figure.subplots()
-    draw_maze(ax, env)
-    for skill, paths in enumerate(np.asarray(traces)):
-        color = f"C{skill % 10}"
-        for path_xy in paths:
-            ax.plot(*path_xy.T, color=color, lw=1, alpha=0.8)
-            ax.plot(*path_xy[-1], "o", color=color, ms=3)
-    ax.set_title(title)
-    figure.savefig(path, dpi=120)
-
-
-# ------------------------------------------------------------------------------------------------ speed and physics
+# ----------------------------------------------------------------------------------------------------- speed and physics
 def bare_loop(model, num_ants, num_threads, seed, frame_skip=5):
-    """mujoco.batch alone, from s0 with the usual noise -> (step(torques [N, 8]), states [N, 29], warnings [N, 7])."""
+    """mujoco.batch alone, from s0 with the usual noise -> (step(torques [N, 8]), states [N, 29])."""
     rng = np.random.default_rng(seed)
     batch = mujoco.batch.Batch(model, num_ants, num_threads)
     ctrl, states = batch.bind("ctrl"), batch.state[:, 1:30]
@@ -619,26 +596,20 @@ def bare_loop(model, num_ants, num_threads, seed, frame_skip=5):
     def step(torques):
         ctrl[:] = torques
         batch.step(nstep=frame_skip)
-    return step, states, batch.warning[:, :, 1]
+    return step, states
 
 
 def contenders(maze, seed):
-    """What the benchmark times: a list of (name, ants, threads, step function, actions [100, ants, 8])."""
-    free, start, _ = read_maze(maze, MAZES)
-    fast, plain = build_model(free, start), build_model(free, start, integrator="RK4", plain_height=4.0)
-    rng = np.random.default_rng(seed)
-    found = []
-    for ants in (32, 64):
+    """What the benchmark times: {(name, ants, threads): (step function, actions [100, ants, 8])}."""
+    _, free, start, _ = gridworld.read_maze(maze, MAZES, MOST_BLOCKS)
+    model, rng, found = build_model(free, start), np.random.default_rng(seed), {}
+    for ants, threads in ((32, 1), (64, 1), (64, 2)):
         index = rng.integers(0, 5, (100, ants, 8))
-        for threads in (1, 2):
-            found += [("antmaze.py", ants, threads, AntMazeVec(maze, ants, seed, threads).move, index),
-                      ("mujoco.batch, same model", ants, threads, bare_loop(fast, ants, threads, seed)[0],
-                       index / 2 - 1)]
-        found.append(("mujoco.batch, RK4, block walls", ants, 1, bare_loop(plain, ants, 1, seed)[0], index / 2 - 1))
+        found["antmaze.py", ants, threads] = AntMazeVec(maze, ants, seed, threads).move, index
+        found["mujoco.batch, same model", ants, threads] = bare_loop(model, ants, threads, seed)[0], index / 2 - 1
 
-    def sync(env_id, package=None):
-        if package:
-            gymnasium.register_envs(importlib.import_module(package))
+    def sync(env_id, package="gymnasium"):
+        gymnasium.register_envs(importlib.import_module(package))
         return gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id)] * 32)
 
     for name, build in (
@@ -652,144 +623,117 @@ def contenders(maze, seed):
         except Exception as error:  # a peer that is absent or does not fit these versions must not stop the others
             print(f"{name}: skipped ({type(error).__name__}: {str(error).splitlines()[0]})")
         else:
-            found.append((name, 32, 1, envs.step, rng.uniform(-1, 1, (100, 32, 8)).astype(np.float32)))
+            found[name, 32, 1] = envs.step, rng.uniform(-1, 1, (100, 32, 8)).astype(np.float32)
     return found
 
 
 def benchmark(maze, seed, rounds=7, seconds=0.3):
-    """Random actions, 5 physics steps each -> result rows: CPU and wall microseconds per env step of one ant.
+    """Random actions, 5 physics steps each -> rows (method, metric, value): CPU and wall microseconds per env step of one ant.
 
     The contenders take turns, so that a busy machine slows all alike; the fastest round of each counts.
     """
-    cpu, wall = {}, {}
+    cost = {}
     timed = contenders(maze, seed)
     for turn in range(rounds):
-        for name, ants, threads, step, actions in timed:
+        for (name, ants, threads), (step, actions) in timed.items():
             for action in actions if turn == 0 else actions[:2]:
                 step(action)
-            steps, cpu_start, wall_start = 0, time.process_time(), time.perf_counter()
-            while time.perf_counter() - wall_start < seconds:
+            steps, cpu, wall = 0, time.process_time(), time.perf_counter()
+            while time.perf_counter() - wall < seconds:
                 step(actions[steps % 100])
                 steps += 1
-            key = name, ants, threads
-            cpu[key] = min(cpu.get(key, np.inf), (time.process_time() - cpu_start) / steps / ants * 1e6)
-            wall[key] = min(wall.get(key, np.inf), (time.perf_counter() - wall_start) / steps / ants * 1e6)
-    print(f"{'us per env step, ' + maze:42}ants threads     cpu    wall  cpu / antmaze.py")
-    for key, value in cpu.items():
-        ratio = value / cpu["antmaze.py", *key[1:]]
-        print(f"{key[0]:42}{key[1]:4d}{key[2]:8d}{value:8.1f}{wall[key]:8.1f}{ratio:10.2f}")
-    for name in ("antmaze.py", "mujoco.batch, same model"):
-        print(f"two threads, 64 ants, {name}: {wall[name, 64, 1] / wall[name, 64, 2]:.2f} times one by the wall clock")
-    return [("antmaze_speed", name, maze, seed, 0, f"{clock}_us_{ants}ants_{threads}threads", f"{value:.2f}")
-            for clock, values in (("cpu", cpu), ("wall", wall)) for (name, ants, threads), value in values.items()]
+            for clock, spent in (("cpu", time.process_time() - cpu), ("wall", time.perf_counter() - wall)):
+                key = name, f"{clock}_us_{ants}ants_{threads}threads"
+                cost[key] = min(cost.get(key, math.inf), spent / steps / ants * 1e6)
+    return [(*key, value) for key, value in cost.items()]
 
 
 def physics(maze, seed, num_ants=256):
-    """Resting height, random walk and flips of the chosen model, of RK4 at a small step, and of other torques."""
-    free, start, _ = read_maze(maze, MAZES)
+    """The table of the docstring: random walks and flips -> rows (method, metric, value)."""
+    _, free, start, _ = gridworld.read_maze(maze, MAZES, MOST_BLOCKS)
     variants = {  # name: (frame skip, arguments of build_model)
-        "chosen: torque 30, implicitfast 5 x 0.02": (5, {}),
-        "RK4 20 x 0.005 (reference)": (20, {"integrator": "RK4", "timestep": 0.005}),
-        "RK4 5 x 0.02, block walls": (5, {"integrator": "RK4", "plain_height": 4.0}),
-        "RK4 20 x 0.005, contact time 0.04": (20, {"integrator": "RK4", "timestep": 0.005, "contact_time": 0.04}),
-        "RK4 5 x 0.02, contact time 0.04 (D4RL)": (5, {"integrator": "RK4", "contact_time": 0.04}),
-        "implicitfast 5 x 0.02, contact time 0.04": (5, {"contact_time": 0.04}),
-        "implicitfast 5 x 0.01": (5, {"timestep": 0.01}),
+        "torque 30, implicitfast 5 x 0.02 (chosen)": (5, {}),
+        "torque 30, RK4 20 x 0.005 (reference)": (20, {"integrator": "RK4", "timestep": 0.005}),
+        "torque 30, RK4 5 x 0.02, contact time 0.04 (D4RL)": (5, {"integrator": "RK4", "contact_time": 0.04}),
+        "torque 30, implicitfast 5 x 0.02, contact time 0.04": (5, {"contact_time": 0.04}),
+        "torque 30, implicitfast 5 x 0.01": (5, {"timestep": 0.01}),
         "torque 75, implicitfast 5 x 0.02": (5, {"torque": 75}),
-        "torque 150, RK4 5 x 0.01 (Gymnasium)": (
+        "torque 150, RK4 5 x 0.01, contact time 0.02 (Gymnasium)": (
             5, {"torque": 150, "integrator": "RK4", "timestep": 0.01, "contact_time": 0.02}),
     }
-    torques = np.random.default_rng(seed).integers(0, 5, (500, num_ants, 8)) / 2 - 1
-    rows = []
+    torques, rows = np.random.default_rng(seed).integers(0, 5, (500, num_ants, 8)) / 2 - 1, []
     for name, (frame_skip, arguments) in variants.items():
-        model = build_model(free, start, **arguments)
-        step, states, _ = bare_loop(model, 16, 1, seed, 300 * frame_skip)  # a limp ant slides down for 20 s
-        step(0.0)
-        values = {"resting_height": states[:, 2].mean()}
-        step, states, warnings = bare_loop(model, num_ants, 1, seed, frame_skip)
-        ever = np.zeros(num_ants, bool)
+        step, states = bare_loop(build_model(free, start, **arguments), num_ants, 1, seed, frame_skip)
         for torque in torques:
             step(torque)
-            ever |= on_back(states)
         walked = np.linalg.norm(states[:, :2], axis=1)
-        values |= {"distance_mean": walked.mean(), "distance_std": walked.std(),
-                   "distance_stderr": walked.std() / num_ants**0.5, "flipped_at_end": on_back(states).mean(),
-                   "flipped_ever": ever.mean(), "left_start_block": (np.abs(states[:, :2]).max(1) > BLOCK / 2).mean(),
-                   "warnings": warnings.sum()}
-        print(f"{name:42}" + "  ".join(f"{metric} {value:.3f}" for metric, value in values.items()), flush=True)
-        rows += [("antmaze_physics", name, maze, seed, 500, metric, f"{value:.4f}") for metric, value in values.items()]
+        rows += [(name, "distance_mean", walked.mean()), (name, "distance_stderr", walked.std() / num_ants**0.5),
+                 (name, "on_back", on_back(states).mean()),
+                 (name, "left_start_block", (np.abs(states[:, :2]).max(1) > BLOCK / 2).mean())]
     return rows
 
 
 def render_film(path, maze, seed, frames=100):
-    """A random ant as .gif or .png; where there is no OpenGL, its path from above as .png."""
-    env, rng = AntMazeEnv(maze, seed=seed, render_mode="rgb_array"), np.random.default_rng(seed)
-    pictures, trace = [], []
+    """A random ant as .gif, or its last picture as .png."""
+    env, rng, pictures = AntMazeEnv(maze, seed=seed, render_mode="rgb_array"), np.random.default_rng(seed), []
     for _ in range(frames):
-        trace.append(env.step(rng.integers(0, 5, 8))[0][:2])
-        try:
-            if pictures is not None:
-                pictures.append(Image.fromarray(env.render()))
-        except RuntimeError as error:
-            print(error)
-            pictures = None
-    if pictures is None:
-        path = Path(path).with_suffix(".png")
-        draw_traces(path, env.vec, [[trace]], maze)
-    elif Path(path).suffix == ".gif":
+        env.step(rng.integers(0, 5, 8))
+        pictures.append(Image.fromarray(env.render()))
+    env.close()
+    if Path(path).suffix == ".gif":
         pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100, loop=0)
     else:
         pictures[-1].save(path)
-    env.close()
-    return path
 
 
-# ------------------------------------------------------------------------------------------------ command line
+# ------------------------------------------------------------------------------------------------------------------ main
 @dataclass
 class Args:
     maze: str = "antmaze1"
-    """antmaze1, antmaze2 or a maze text file"""
+    """antmaze1, antmaze2, antmaze-large or a maze text file"""
     seed: int = 0
     """seed of the ants and of their random actions"""
     picture: str = "antmaze.png"
     """where the picture from above is written"""
     render: str | None = None
-    """write a film (.gif) or a picture (.png) of a random ant"""
-    benchmark: bool = True
-    """print the speed benchmark (half a minute)"""
-    repeats: int = 1
-    """runs of the benchmark, with the seeds seed, seed + 1, ...; a shared machine's cores differ by a fifth from minute to minute"""
+    """write a film (.gif) or a picture (.png) of a random ant; needs OpenGL"""
+    benchmark: bool = False
+    """time the simulator against others (half a minute)"""
     physics: bool = False
-    """print the physics table (ten minutes)"""
-    results: str | None = None
-    """folder for antmaze_speed.csv and antmaze_physics.csv"""
+    """measure the physics table (ten minutes)"""
+    results_dir: str | None = None
+    """directory for antmaze_speed.csv and antmaze_physics.csv"""
 
 
 def main(args):
-    for name in dict.fromkeys([*MAZES, args.maze]):
-        env = AntMazeVec(name, 8, args.seed, start="uniform")
-        goal = "none" if env.goal_index is None else f"{env.distance[env.start_index, env.goal_index]:.1f} away"
-        print(f"{name}: {env.free.sum()} free blocks, {env.num_cells} cells, {len(env.truth_xy)} positional states, "
-              f"goal {goal}, furthest cell {env.cell_distance.max():.1f}")
+    gridworld.check_ranges(args, {"seed": (0, 2**31)})
     env = AntMazeVec(args.maze, 8, args.seed, start="uniform")
-    rng = np.random.default_rng(args.seed)
+    goal = "none" if env.goal_index is None else f"{env.distance[env.start_index, env.goal_index]:.1f} away"
+    print(f"{env.name}: {env.free.sum()} free blocks, {env.num_cells} cells, {len(env.truth_xy)} positional states, "
+          f"goal {goal}, furthest cell {env.cell_distance.max():.1f}")
+    rng, figure = np.random.default_rng(args.seed), Figure(figsize=(5, 5), layout="constrained")
     traces = np.stack([env.move(rng.integers(0, 5, (8, 8)))[:, :2] for _ in range(500)], 1)
-    draw_traces(args.picture, env, traces[:, None], f"{args.maze}: 500 random steps")
-    print(f"wrote {args.picture}")
+    ax = figure.subplots()
+    env.draw(ax)
+    ax.plot(*traces.transpose(2, 1, 0), lw=1)
+    ax.set_title(f"{env.name}: 500 random steps of 8 ants", fontsize=9)
+    figure.savefig(args.picture, dpi=110)
+    print(f"picture: {args.picture}")
     if args.render:
-        print(f"wrote {render_film(args.render, args.maze, args.seed)}")
-    for repeats, measure in ((args.repeats * args.benchmark, benchmark), (int(args.physics), physics)):
-        rows = [row for repeat in range(repeats) for row in measure(args.maze, args.seed + repeat)]
-        if rows and args.results:
-            path = Path(args.results) / f"{rows[0][0]}.csv"
-            with open(path, "w", newline="") as file:
-                csv.writer(file).writerows([("experiment", "method", "env", "seed", "step", "metric", "value"), *rows])
-            print(f"wrote {path}")
+        render_film(args.render, args.maze, args.seed)
+        print(f"film: {args.render}")
+    for wanted, measure in ((args.benchmark, benchmark), (args.physics, physics)):
+        rows = measure(args.maze, args.seed) if wanted else []
+        for method, metric, value in rows:
+            print(f"{method:58}{metric:28}{value:10.3f}")
+        if rows and args.results_dir:
+            name = {benchmark: "antmaze_speed", physics: "antmaze_physics"}[measure]
+            Path(args.results_dir).mkdir(parents=True, exist_ok=True)
+            with open(Path(args.results_dir) / f"{name}.csv", "w", newline="") as file:
+                head = ("experiment", "method", "env", "run_seed", "seed", "step", "metric", "value")
+                lines = [(name, method, env.name, args.seed, 0, 0, metric, f"{value:.4g}") for method, metric, value in rows]
+                csv.writer(file, lineterminator="\n").writerows([head, *lines])
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except (ValueError, OSError) as error:
-        print(f"antmaze.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    gridworld.guarded(lambda: main(tyro.cli(Args)))

@@ -1,15 +1,24 @@
-"""Gridworld mazes of TATC: batched dynamics, exact ground truth, drawing.
+"""Gridworld mazes of TATC (Erraqabi et al., UAI 2022): batched dynamics, exact ground truth, drawing.
 
-    python gridworld.py                  # draws the three mazes, prints their facts and a speed benchmark
+    python gridworld.py                  # draws the three mazes and prints their facts
     python gridworld.py --maze my.txt    # the same for a maze of your own
 
-States are held as integer indices (the paper's one-hot code is their row of the identity). Coordinates are (x, y), 1-based,
-y up. The paper's figures give the mazes without cell counts; corridor widths, doors and the T's stem are chosen to fit every
-number in its text: the sizes, the goals, and K = about the number of steps to the furthest state.
+A state is an integer index; the paper's one-hot code is its row of the identity. Coordinates are (x, y), 1-based, y up. The paper
+gives the mazes' sizes and goals in its text and their shapes in figures without cell counts; results/README.md lists the corridor
+widths and door positions that were tried.
+
+The file also holds what every script shares: the one reader of maze text, the one line that bad input gets (`guarded`), and
+the pictures of phi that work for any environment.
 """
 
+import hashlib
+import math
+import os
+import re
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,25 +37,79 @@ MAZES = {
     "umaze": "\n".join(
         ["G" + 29 * "."] + 4 * [30 * "."] + 20 * [25 * "#" + 5 * "."] + 4 * [30 * "."] + ["S" + 29 * "."]
     ),
-    # 40x30, an inverted T: bottom corridor 5 high, stem in columns 16-25; goal (25, 30), 53 steps from (1, 1). The goals of the
-    # other mazes are corners; a symmetric T with the goal in a corner of its stem has just this stem.
+    # 40x30, an inverted T: bottom corridor 5 high, stem in columns 16-25; goal (25, 30), 53 steps from (1, 1).
     "tmaze": "\n".join(
-        [15 * "#" + 9 * "." + "G" + 15 * "#"] + 24 * [15 * "#" + 10 * "." + 15 * "#"] + 4 * [40 * "."] + ["S" + 39 * "."]
+        [15 * "#" + 9 * "." + "G" + 15 * "#"] + 24 * [15 * "#" + 10 * "." + 15 * "#"]
+        + 4 * [40 * "."] + ["S" + 39 * "."]
     ),
     # 21x21, doors 3 wide from room 1 (bottom left) to 2 (right) to 3 (top right) to 4 (top left), none from 1 to 4.
     "4rooms": "\n".join(
-        ["G" + 9 * "." + "#" + 10 * "."] + 2 * [10 * "." + "#" + 10 * "."] + 3 * [21 * "."] + 4 * [10 * "." + "#" + 10 * "."]
-        + [18 * "#" + "..."]
-        + 4 * [10 * "." + "#" + 10 * "."] + 3 * [21 * "."] + 2 * [10 * "." + "#" + 10 * "."] + ["S" + 9 * "." + "#" + 10 * "."]
+        ["G" + 9 * "." + "#" + 10 * "."] + 2 * [10 * "." + "#" + 10 * "."] + 3 * [21 * "."]
+        + 4 * [10 * "." + "#" + 10 * "."] + [18 * "#" + "..."] + 4 * [10 * "." + "#" + 10 * "."] + 3 * [21 * "."]
+        + 2 * [10 * "." + "#" + 10 * "."] + ["S" + 9 * "." + "#" + 10 * "."]
     ),
 }
+TITLES = {"umaze": "U-Maze", "tmaze": "T-Maze", "4rooms": "4-rooms"}
 MOVES = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (dx, dy) of the actions: up, right, down, left
+MOST_STATES = 6000  # the table of all distances then takes 300 MB
 
 
-class MazeError(ValueError):
-    """A maze or an argument that cannot be used; the message names the cause and the fix."""
+# ------------------------------------------------------------------------------------------------- bad input, interrupts
+class UsageError(ValueError):
+    """Something that was asked for and cannot be done; the message names the cause and the fix."""
 
 
+def check_ranges(args, ranges):
+    """Every number of a dataclass within its (low, high), both included; None and fields without a range pass."""
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name)
+        for number in value if isinstance(value, tuple) else () if value is None else (value,):
+            if not low <= number <= high:  # NaN fails too
+                raise UsageError(f"--{name.replace('_', '-')} is {number}; use a number from {low:g} to {high:g}")
+
+
+def guarded(main):
+    """Runs main(). What a user can cause ends with one line on stderr and exit code 2, an interrupt with 130."""
+    script = Path(sys.argv[0]).name
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\n{script}: interrupted; a training continues with --resume", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `... | head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UsageError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's way to say MemoryError
+            raise
+        text = str(error) or "out of memory; use smaller sizes"
+        print(f"{script}: {' '.join(text.split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextmanager
+def stop_requests():
+    """A list that Ctrl-C and SIGTERM fill, so that a loop can save its state between two updates; a second one interrupts at once."""
+    requests = []
+
+    def handler(number, frame):
+        if requests:
+            raise KeyboardInterrupt
+        requests.append(number)
+
+    try:
+        previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # only the main thread takes signals
+        previous = {}
+    try:
+        yield requests
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+# ----------------------------------------------------------------------------------------------------------- maze text
 def parse_maze(text, name):
     """Maze text -> (free [H, W] bool, start (row, column), goal (row, column) or None); row 0 is the top line.
 
@@ -57,71 +120,84 @@ def parse_maze(text, name):
     while lines and not lines[-1]:
         lines.pop()
     if not lines:
-        raise MazeError(f"{name}: the maze is empty; write at least one row with an S")
+        raise UsageError(f"{name}: the maze is empty; write at least one row with an S")
     marks = {"S": [], "G": []}
     for row, line in enumerate(lines):
         if len(line) != len(lines[0]):
-            raise MazeError(f"{name}, line {row + 1}: {len(line)} characters but line 1 has {len(lines[0])}; pad the row with '#'")
+            raise UsageError(f"{name}, line {row + 1}: {len(line)} characters but line 1 has {len(lines[0])}; pad it with '#'")
         for column, character in enumerate(line):
             if character not in "#. SG":
-                raise MazeError(f"{name}, line {row + 1}: unknown character {character!r}; use only '#', '.', ' ', 'S', 'G'")
+                raise UsageError(f"{name}, line {row + 1}: unknown character {character!r}; use only '#', '.', ' ', 'S', 'G'")
             if character in marks:
                 marks[character].append((row, column))
     if len(marks["S"]) != 1:
-        raise MazeError(f"{name}: {len(marks['S'])} start cells; mark exactly one free cell with S")
+        raise UsageError(f"{name}: {len(marks['S'])} start cells; mark exactly one free cell with S")
     if len(marks["G"]) > 1:
-        raise MazeError(f"{name}, line {marks['G'][1][0] + 1}: a second goal; mark at most one cell with G")
+        raise UsageError(f"{name}, line {marks['G'][1][0] + 1}: a second goal; mark at most one cell with G")
     open_cells = np.array([[character != "#" for character in line] for line in lines])
     labels, _ = scipy.ndimage.label(open_cells)
     free = labels == labels[marks["S"][0]]
     if free.sum() == 1:
-        raise MazeError(f"{name}, line {marks['S'][0][0] + 1}: the start has no free neighbour; open a cell beside S")
+        raise UsageError(f"{name}, line {marks['S'][0][0] + 1}: the start has no free neighbour; open a cell beside S")
     goal = marks["G"][0] if marks["G"] else None
     if goal is not None and not free[goal]:
-        raise MazeError(f"{name}, line {goal[0] + 1}: the goal cannot be reached from the start; open a path or move G")
+        raise UsageError(f"{name}, line {goal[0] + 1}: the goal cannot be reached from the start; open a path or move G")
+    if free.sum() < open_cells.sum():
+        print(f"{name}: {open_cells.sum() - free.sum()} free cells cannot be reached from S and count as walls", file=sys.stderr)
     return free, marks["S"][0], goal
 
 
-def read_maze(name, built_in):
-    """The text of a built-in maze or of a text file, parsed."""
-    if name in built_in:
-        return parse_maze(built_in[name], name)
+def read_text(path):
+    """A small text file, or one line that says why not."""
     try:
-        return parse_maze(Path(name).read_text(encoding="utf-8"), name)
-    except (OSError, UnicodeDecodeError):
-        raise MazeError(f"unknown env {name!r}: not one of {', '.join(built_in)} and not a readable maze text file") from None
+        if not Path(path).is_file() or Path(path).stat().st_size > 1_000_000:
+            raise UsageError(f"{path} is not a text file of at most 1 MB")
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text") from None
 
 
-def make(name, num_envs, seed, **kwargs):
-    """The vector environment of a built-in maze or of a maze text file."""
-    return GridWorldVec(name, num_envs, seed=seed, **kwargs)
+def file_name(path, text):
+    """A name for what a file holds, fit for paths and tables: two files of other content never share it."""
+    return re.sub(r"[^A-Za-z0-9_.]", "_", Path(path).stem) + "-" + hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
+def read_maze(maze, built_in, most):
+    """(unique name, free, start, goal) of a built-in maze or of a text file with at most `most` free cells."""
+    if maze in built_in:
+        return maze, *parse_maze(built_in[maze], maze)
+    text = read_text(maze)
+    free, start, goal = parse_maze(text, maze)
+    if free.sum() > most:
+        raise UsageError(f"{maze}: {free.sum()} free cells; use at most {most}")
+    return file_name(maze, text), free, start, goal
+
+
+# --------------------------------------------------------------------------------------------------------- environment
 class GridWorldVec(VectorEnv):
     """N agents in lock-step in one maze.
 
     Training loops use the episode-free part: `obs` [N], `move`, `place`, `get_state`, `set_state`. `reset` and `step` are
-    Gymnasium's goal task on top of it: reward 1 on reaching the goal, which terminates; truncation after 100 steps.
+    Gymnasium's goal task on top of it: reward 1 on reaching the goal, which terminates; truncation after max_episode_steps.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
 
-    def __init__(self, maze="umaze", num_envs=1, *, seed=None, start="s0", max_episode_steps=100):
-        if num_envs < 1:
-            raise MazeError(f"num_envs is {num_envs}; use at least 1")
+    def __init__(self, maze="umaze", num_envs=1, *, seed=None, start="s0", max_episode_steps=100, render_mode=None):
+        if not 1 <= num_envs <= 2**20:
+            raise UsageError(f"num_envs is {num_envs}; use 1 to {2**20}")
         if start not in ("s0", "uniform"):
-            raise MazeError(f"start is {start!r}; use 's0' or 'uniform'")
+            raise UsageError(f"start is {start!r}; use 's0' or 'uniform'")
         if max_episode_steps < 1:
-            raise MazeError(f"max_episode_steps is {max_episode_steps}; use at least 1")
-        self.name, self.num_envs, self.start, self.max_episode_steps = maze, num_envs, start, max_episode_steps
-        self.free, start_cell, goal_cell = read_maze(maze, MAZES)
-        height = len(self.free)
+            raise UsageError(f"max_episode_steps is {max_episode_steps}; use at least 1")
+        self.num_envs, self.start, self.max_episode_steps, self.render_mode = num_envs, start, max_episode_steps, render_mode
+        self.name, self.free, start_cell, goal_cell = read_maze(maze, MAZES, MOST_STATES)
         index = np.full(self.free.shape, -1)
         index[self.free] = np.arange(self.free.sum())
         self.num_states = int(self.free.sum())
         rows, columns = np.nonzero(self.free)
         self.truth_obs = np.arange(self.num_states)
-        self.truth_xy = np.stack([columns + 1, height - rows], axis=1)  # [S, 2]
+        self.truth_xy = np.stack([columns + 1, len(self.free) - rows], axis=1)  # [S, 2]
         self.start_index = int(index[start_cell])
         self.goal_index = None if goal_cell is None else int(index[goal_cell])
 
@@ -130,14 +206,13 @@ class GridWorldVec(VectorEnv):
         for action, (dx, dy) in enumerate(MOVES):
             target = padded[rows + 1 - dy, columns + 1 + dx]
             self.next_state[:, action] = np.where(target < 0, self.truth_obs, target)
-        adjacency = scipy.sparse.csr_matrix(
-            (np.ones(4 * self.num_states), (np.repeat(self.truth_obs, 4), self.next_state.ravel())), (self.num_states,) * 2
-        )
+        edges = np.repeat(self.truth_obs, 4), self.next_state.ravel()
+        adjacency = scipy.sparse.csr_matrix((np.ones(4 * self.num_states), edges), (self.num_states,) * 2)
         self.distance = scipy.sparse.csgraph.shortest_path(adjacency, unweighted=True).astype(np.float32)  # [S, S]
 
-        # What the algorithm files ask of an environment beside its dynamics (antmaze.py has the same names).
+        # What the algorithm files ask of an environment beside its dynamics (README, "Your own environment").
         self.action_shape, self.obs_size, self.obs_scale, self.phi_scale = (1, 4), self.num_states, None, None
-        self.num_cells, self.cell_xy, self.cell_distance = self.num_states, self.truth_xy, self.distance[self.start_index]
+        self.num_cells, self.cell_distance = self.num_states, self.distance[self.start_index]
 
         self.single_observation_space = gymnasium.spaces.Discrete(self.num_states)
         self.single_action_space = gymnasium.spaces.Discrete(4)
@@ -148,7 +223,7 @@ class GridWorldVec(VectorEnv):
         self.elapsed = np.zeros(num_envs, dtype=np.int64)
         self.autoreset = np.zeros(num_envs, dtype=bool)
 
-    # ---------------------------------------------------------------------------------------- episode-free dynamics
+    # ------------------------------------------------------------------------------------------- episode-free dynamics
     def move(self, actions):
         """Act with `actions` [N] or [N, 1] in 0..3; returns the next states [N]. A blocked move stays."""
         self.obs = self.next_state[self.obs, actions.reshape(-1)]
@@ -162,6 +237,10 @@ class GridWorldVec(VectorEnv):
         else:
             self.obs[mask] = where
 
+    def fallen(self):
+        """Who has to go back to s0 before the next episode [N]: nobody."""
+        return np.zeros(self.num_envs, dtype=bool)
+
     def cell(self, obs):
         """The coverage cell of each observation: the state itself."""
         return obs
@@ -172,18 +251,21 @@ class GridWorldVec(VectorEnv):
                 "rng": self.rng.bit_generator.state}
 
     def set_state(self, state):
-        self.obs, self.elapsed, self.autoreset = (np.asarray(state[key]).copy() for key in ("obs", "elapsed", "autoreset"))
+        obs, elapsed, autoreset = (np.asarray(state[key]).copy() for key in ("obs", "elapsed", "autoreset"))
+        if obs.shape != (self.num_envs,) or not ((0 <= obs) & (obs < self.num_states)).all():
+            raise UsageError(f"the stored states are not {self.num_envs} states of {self.name}")
+        self.obs, self.elapsed, self.autoreset = obs, elapsed, autoreset
         self.rng.bit_generator.state = state["rng"]
 
-    # ------------------------------------------------------------------------------------------ Gymnasium goal task
+    # --------------------------------------------------------------------------------------------- Gymnasium's goal task
     def reset(self, *, seed=None, options=None):
-        """Options: {"start": "s0" or "uniform"}, {"reset_mask": bool [N]}."""
+        """Options: {"start": "s0", "uniform" or states}, {"reset_mask": bool [N]}."""
         options = options or {}
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         mask = np.asarray(options.get("reset_mask", np.ones(self.num_envs, dtype=bool)))
         if mask.shape != (self.num_envs,) or mask.dtype != bool:
-            raise MazeError(f"reset_mask has shape {mask.shape} and type {mask.dtype}; use bool [{self.num_envs}]")
+            raise UsageError(f"reset_mask has shape {mask.shape} and type {mask.dtype}; use bool [{self.num_envs}]")
         self.place(mask, options.get("start", self.start))
         self.elapsed[mask] = 0
         self.autoreset[mask] = False
@@ -191,8 +273,8 @@ class GridWorldVec(VectorEnv):
 
     def step(self, actions):
         actions = np.asarray(actions)
-        if actions.shape != (self.num_envs,) or not np.issubdtype(actions.dtype, np.integer) or not (actions // 4 == 0).all():
-            raise MazeError(f"actions must be {self.num_envs} integers in 0..3")
+        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu" or not (actions // 4 == 0).all():
+            raise UsageError(f"actions must be {self.num_envs} integers in 0..3")
         done = self.autoreset
         if done.any():
             self.place(done, self.start)
@@ -205,16 +287,33 @@ class GridWorldVec(VectorEnv):
         self.autoreset = terminated | truncated
         return self.obs.copy(), terminated.astype(np.float64), terminated, truncated, {}
 
-    # ------------------------------------------------------------------------------------------- exact ground truth
-    def random_walk(self):
-        """Transition matrix [S, S] of the uniform policy; symmetric, since a blocked move stays."""
+    def render(self):
+        """A picture [H * 16, W * 16, 3] for each agent: walls grey, the goal green, the agent red."""
+        colours = np.where(self.free[..., None], 255, 90).astype(np.uint8).repeat(3, axis=2)
+        pictures = []
+        for state in self.obs:
+            picture = colours.copy()
+            for index, colour in ((self.goal_index, (60, 180, 75)), (state, (214, 39, 40))):
+                if index is not None:
+                    x, y = self.truth_xy[index]
+                    picture[len(picture) - y, x - 1] = colour
+            pictures.append(picture.repeat(16, axis=0).repeat(16, axis=1))
+        return tuple(pictures) if self.render_mode else None
+
+    # ----------------------------------------------------------------------------------------------- exact ground truth
+    def transition_matrix(self, policy):
+        """[S, S] of policy [S, 4]."""
         matrix = np.zeros((self.num_states, self.num_states))
-        np.add.at(matrix, (np.repeat(self.truth_obs, 4), self.next_state.ravel()), 0.25)
+        np.add.at(matrix, (np.repeat(self.truth_obs, 4), self.next_state.ravel()), policy.ravel())
         return matrix
 
     def laplacian_eigenvectors(self, count):
-        """The `count` smallest eigenvalues [count] and eigenvectors [S, count] of I - P, the first one constant."""
-        return scipy.linalg.eigh(np.eye(self.num_states) - self.random_walk(), subset_by_index=(0, count - 1))
+        """The `count` smallest eigenvalues [count] and eigenvectors [S, count] of I - P, the first one constant.
+
+        P is the random walk's matrix: symmetric, since a blocked move stays.
+        """
+        laplacian = np.eye(self.num_states) - self.transition_matrix(np.full((self.num_states, 4), 0.25))
+        return scipy.linalg.eigh(laplacian, subset_by_index=(0, count - 1))
 
     def optimal_values(self, gamma):
         """V* [S] of the goal task: gamma^(distance - 1), and 0 at the goal itself, which is terminal."""
@@ -223,21 +322,56 @@ class GridWorldVec(VectorEnv):
 
     def policy_values(self, policy, gamma):
         """V [S] of `policy` [S, 4] on the goal task without the time limit, by solving the Bellman equation."""
-        matrix = np.zeros((self.num_states, self.num_states))
-        np.add.at(matrix, (np.repeat(self.truth_obs, 4), self.next_state.ravel()), policy.ravel())
+        matrix = self.transition_matrix(policy)
         reward = matrix[:, self.goal_index].copy()
         matrix[:, self.goal_index] = 0.0
         reward[self.goal_index] = matrix[self.goal_index] = 0.0
         return np.linalg.solve(np.eye(self.num_states) - gamma * matrix, reward)
 
+    # --------------------------------------------------------------------------------------------------------- drawing
+    def draw(self, ax, values=None):
+        """The maze with walls black; `values` [S] as colours (default: distance from s0); s0 red, goal green."""
+        values = self.distance[self.start_index] if values is None else values
+        height, width = self.free.shape
+        picture = np.full(self.free.shape, np.nan)
+        picture[height - self.truth_xy[:, 1], self.truth_xy[:, 0] - 1] = values
+        colours = matplotlib.colormaps["viridis"].with_extremes(bad="black")
+        ax.imshow(picture, cmap=colours, extent=(0.5, width + 0.5, 0.5, height + 0.5))
+        for index, colour in ((self.goal_index, "limegreen"), (self.start_index, "red")):
+            if index is not None:
+                ax.plot(*self.truth_xy[index], "o", color=colour, markersize=6)
+        ax.set(xticks=(1, width), yticks=(1, height))
+
+    def draw_skills(self, path, policy, omega, steps):
+        """Mean step of each skill; policy(obs [n], skill [n]) -> probabilities [n, 1, 4], omega [skills, d].
+
+        An arrow in every second cell: its direction is the mean step's, its colour the mean step's length, 0 to 1.
+        """
+        moved = self.truth_xy[self.next_state] - self.truth_xy[:, None]  # [S, 4, 2]
+        shown = (self.truth_xy % 2 == 1).all(1)
+        columns, (height, width) = (len(omega) + 1) // 2, self.free.shape
+        figure = Figure(figsize=(3.2 * columns + 1, max(3.0, 6.6 * height / width) + 0.6), layout="constrained")
+        axes = figure.subplots(2, columns, squeeze=False)
+        for skill, (ax, delta) in enumerate(zip(axes.ravel(), omega)):
+            step = np.einsum("sa,sad->sd", policy(self.truth_obs, np.full(self.num_states, skill))[:, 0], moved)
+            self.draw(ax, np.zeros(self.num_states))
+            ax.images[0].set_cmap(matplotlib.colors.ListedColormap(["white"]).with_extremes(bad="0.6"))
+            length = np.linalg.norm(step, axis=1, keepdims=True)
+            arrow = 1.7 * step / np.maximum(length, 1e-9)
+            arrows = ax.quiver(*self.truth_xy[shown].T, *arrow[shown].T, length[shown, 0], angles="xy", scale_units="xy",
+                               scale=1, pivot="mid", width=0.007, cmap="viridis_r", clim=(0, 1))
+            ax.set_title(f"delta = ({delta[0]:.2f}, {delta[1]:.2f})", fontsize=9)
+        figure.colorbar(arrows, ax=axes, label="mean step", shrink=0.6)
+        figure.savefig(path, dpi=110)
+
 
 class GridWorldEnv(gymnasium.Env):
-    """One agent on the goal task of a maze; `render_mode="ansi"` gives the maze as text with the agent as 'A'."""
+    """One agent on the goal task of a maze, without a time limit of its own: gymnasium.make adds it."""
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 10}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
 
     def __init__(self, maze="umaze", render_mode=None, **kwargs):
-        self.vec = GridWorldVec(maze, 1, **kwargs)
+        self.vec = GridWorldVec(maze, 1, max_episode_steps=math.inf, render_mode=render_mode, **kwargs)
         self.observation_space, self.action_space = self.vec.single_observation_space, self.vec.single_action_space
         self.render_mode = render_mode
 
@@ -251,106 +385,119 @@ class GridWorldEnv(gymnasium.Env):
         return int(obs[0]), float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
 
     def render(self):
-        picture = np.where(self.vec.free, ".", "#")
-        for index, mark in ((self.vec.goal_index, "G"), (self.vec.obs[0], "A")):
-            if index is not None:
-                x, y = self.vec.truth_xy[index]
-                picture[len(picture) - y, x - 1] = mark
-        return "\n".join("".join(row) for row in picture)
+        pictures = self.vec.render()
+        return pictures and pictures[0]
 
 
 for _id, _maze in (("UMaze", "umaze"), ("TMaze", "tmaze"), ("4Rooms", "4rooms")):
-    gymnasium.register(
-        f"TATC/{_id}-v0", entry_point=GridWorldEnv, vector_entry_point=GridWorldVec, kwargs={"maze": _maze}
-    )
+    gymnasium.register(f"TATC/{_id}-v0", entry_point=GridWorldEnv, vector_entry_point=GridWorldVec,
+                       max_episode_steps=100, kwargs={"maze": _maze})
 
 
-# ---------------------------------------------------------------------------------------------------------- drawing
-def draw_maze(ax, env, values=None, label=None):
-    """The maze with walls black; `values` [S] as colours (default: distance from s0); s0 red, goal green."""
-    values = env.distance[env.start_index] if values is None else values
-    height, width = env.free.shape
-    picture = np.full(env.free.shape, np.nan)
-    picture[height - env.truth_xy[:, 1], env.truth_xy[:, 0] - 1] = values
-    colours = matplotlib.colormaps["viridis"].with_extremes(bad="black")
-    image = ax.imshow(picture, cmap=colours, extent=(0.5, width + 0.5, 0.5, height + 0.5))
-    for index, colour in ((env.goal_index, "limegreen"), (env.start_index, "red")):
+def make(name, num_envs, seed, **kwargs):
+    """The vector environment of a built-in maze or of a maze text file."""
+    return GridWorldVec(name, num_envs, seed=seed, **kwargs)
+
+
+# ------------------------------------------------------------------------------------- pictures of phi, any environment
+def draw_truth(ax, env):
+    """The states whose phi is drawn, in the same colours: the maze, or a plain scatter of any other environment."""
+    if hasattr(env, "draw"):
+        env.draw(ax)
+    else:
+        ax.scatter(*env.truth_xy.T, c=truth_colours(env), s=8, cmap="viridis")
+        ax.plot(*env.truth_xy[env.start_index], "o", color="red", markersize=6)
+    ax.set_title(TITLES.get(env.name, env.name), fontsize=9)
+
+
+def truth_colours(env):
+    """Distance from s0 [S], or along the first coordinate where no true distances are known."""
+    return env.truth_xy[:, 0] if env.distance is None else env.distance[env.start_index]
+
+
+def draw_phi(ax, env, phi, title=None):
+    """The first two dimensions of phi [S, d], coloured by distance from s0; equal axes, s0 red, goal green."""
+    phi = np.pad(phi, ((0, 0), (0, max(0, 2 - phi.shape[1]))))[:, :2]
+    points = ax.scatter(*phi.T, c=truth_colours(env), s=8, cmap="viridis")
+    for index, colour in ((getattr(env, "goal_index", None), "limegreen"), (env.start_index, "red")):
         if index is not None:
-            ax.plot(*env.truth_xy[index], "o", color=colour, markersize=6)
-    ax.set(xticks=(1, width), yticks=(1, height))
-    if label:
-        ax.figure.colorbar(image, ax=ax, label=label, shrink=0.8)
-
-
-def draw_phi(ax, env, phi):
-    """The representation phi [S, d] (its first two dimensions), coloured by distance from s0; equal axes, s0 red."""
-    ax.scatter(phi[:, 0], phi[:, 1], c=env.distance[env.start_index], s=8, cmap="viridis")
-    ax.plot(phi[env.start_index, 0], phi[env.start_index, 1], "o", color="red", markersize=6)
-    low, high = phi[:, :2].min(0), phi[:, :2].max(0)
+            ax.plot(*phi[index], "o", color=colour, markersize=6)
+    low, high = phi.min(0), phi.max(0)
     (x, y), half = (low + high) / 2, 0.55 * max(*(high - low), 1e-9)  # a square window: equal axes that cut nothing off
     ax.set(xlim=(x - half, x + half), ylim=(y - half, y + half))
     ax.set_aspect("equal")
     ax.tick_params(labelsize=7)
+    ax.set_title(title, fontsize=9)
+    return points
 
 
-def draw_representation(path, env, phi):
-    """The maze and phi [S, d] side by side in the same colours."""
+def draw_representation(path, env, phi, score):
+    """The maze and phi [S, d] side by side in the same colours; `score` is the title."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw_maze(left, env, label="steps from s0")
-    draw_phi(right, env, phi)
-    right.set_title("phi")
+    draw_truth(left, env)
+    points = draw_phi(right, env, phi, "phi")
+    figure.colorbar(points, ax=right, label="x" if env.distance is None else "distance from s0")
+    legend = [matplotlib.lines.Line2D([], [], marker="o", ls="", color=colour) for colour in ("red", "limegreen")]
+    figure.legend(legend, ["start s0", "goal"], loc="outside lower center", ncols=2, fontsize=8)
+    figure.suptitle(score, fontsize=9)
     figure.savefig(path, dpi=110)
 
 
-def draw_progress(path, env, snapshots, titles):
-    """A row of representations [S, d], one per stage of training."""
+def draw_progress(path, env, snapshots):
+    """The maze, then phi at each stage of training: snapshots {update: phi [S, d]}."""
     figure = Figure(figsize=(2.4 * (len(snapshots) + 1), 2.7), layout="constrained")
     axes = figure.subplots(1, len(snapshots) + 1)
-    draw_maze(axes[0], env)
-    for ax, phi, title in zip(axes[1:], snapshots, titles):
-        draw_phi(ax, env, phi)
-        ax.set_title(title, fontsize=9)
+    draw_truth(axes[0], env)
+    for ax, (update, phi) in zip(axes[1:], snapshots.items()):
+        draw_phi(ax, env, phi, f"update {update}")
     figure.savefig(path, dpi=110)
 
 
-def draw_skills(path, env, policy, directions):
-    """Mean step of each skill: policy [skills, S, 4] probabilities, directions [skills, 2] of phi.
+def draw_curves(path, runs):
+    """Curves of training against environment steps; runs {label: [rows of metrics.csv of each seed]}, one line per seed.
 
-    An arrow in every second cell: its direction is the mean step's, its colour the mean step's length, 0 to 1.
+    A panel per group: scores, coverage, rollouts and losses; with several seeds the mean of a label is thick.
     """
-    moved = env.truth_xy[env.next_state] - env.truth_xy[:, None]  # [S, 4, 2]
-    steps = np.einsum("ksa,sad->ksd", policy, moved)
-    shown = (env.truth_xy % 2 == 1).all(1)
-    columns = (len(policy) + 1) // 2
-    height, width = env.free.shape
-    figure = Figure(figsize=(3.2 * columns + 1, max(3.0, 6.6 * height / width) + 0.6), layout="constrained")
-    axes = figure.subplots(2, columns, squeeze=False)
-    for ax, step, direction in zip(axes.ravel(), steps, directions):
-        draw_maze(ax, env, np.zeros(env.num_states))
-        ax.images[0].set_cmap(matplotlib.colors.ListedColormap(["white"]).with_extremes(bad="0.6"))
-        length = np.linalg.norm(step, axis=1, keepdims=True)
-        arrow = 1.7 * step / np.maximum(length, 1e-9)
-        arrows = ax.quiver(*env.truth_xy[shown].T, *arrow[shown].T, length[shown, 0], angles="xy", scale_units="xy", scale=1,
-                           pivot="mid", width=0.007, cmap="viridis_r", clim=(0, 1))
-        ax.set_title(f"delta = ({direction[0]:.2f}, {direction[1]:.2f})", fontsize=9)
-    figure.colorbar(arrows, ax=axes, label="mean step", shrink=0.6)
-    figure.savefig(path, dpi=110)
+    rows = [row for seeds in runs.values() for seed in seeds for row in seed]
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if "/" in name]
+    columns = 4
+    figure = Figure(figsize=(3.4 * columns, 2.4 * -(-len(names) // columns) + 0.5), layout="constrained")
+    axes = figure.subplots(-(-len(names) // columns), columns, squeeze=False).ravel()
+    for ax in axes[len(names):]:
+        ax.axis("off")
+    for ax, name in zip(axes, names):
+        for colour, (label, seeds) in enumerate(runs.items()):
+            curves = [[(row["env_steps"], row[name]) for row in seed if row.get(name) is not None] for seed in seeds]
+            curves = [np.array(curve, dtype=float) for curve in curves if curve]
+            for curve in curves:
+                ax.plot(*curve.T, color=f"C{colour}", lw=0.8 if len(curves) > 1 else 1.5, alpha=0.6)
+            if len(curves) > 1:
+                length = min(map(len, curves))
+                ax.plot(*np.mean([curve[:length] for curve in curves], axis=0).T, color=f"C{colour}", lw=2)
+        ax.set_title(name, fontsize=8)
+        ax.tick_params(labelsize=6)
+        ax.grid(alpha=0.3)
+    if len(runs) > 1:
+        lines = [matplotlib.lines.Line2D([], [], color=f"C{colour}") for colour in range(len(runs))]
+        figure.legend(lines, runs, loc="outside lower center", ncols=min(4, len(runs)), fontsize=8)
+    figure.supxlabel("environment steps", fontsize=8)
+    figure.savefig(path, dpi=100)
 
 
-# ------------------------------------------------------------------------------------------------------------- main
+# ---------------------------------------------------------------------------------------------------------------- main
 @dataclass
 class Args:
     maze: str = "all"
     """umaze, tmaze, 4rooms, a maze text file, or all three built-in mazes"""
     picture: str = "gridworlds.png"
     """where the drawing goes"""
-    benchmark_seconds: float = 1.0
-    """how long each side of the speed benchmark runs; 0 skips it"""
+    benchmark: bool = False
+    """also time GridWorldVec against Gymnasium's SyncVectorEnv over single environments"""
 
 
-def steps_per_second(step, steps_per_call, seconds):
-    """Env steps per CPU second of calling `step()` over and over for `seconds`."""
+def steps_per_second(step, steps_per_call, seconds=1.0):
+    """Environment steps per CPU second of calling `step()` over and over for `seconds`."""
     step()
     calls, begin = 0, time.process_time()
     while time.process_time() - begin < seconds:
@@ -360,35 +507,25 @@ def steps_per_second(step, steps_per_call, seconds):
 
 
 def main(args):
-    envs = [make(name, 32, 0) for name in (MAZES if args.maze == "all" else [args.maze])]
+    names = list(MAZES) if args.maze == "all" else [args.maze]
+    envs = [make(name, 32, 0) for name in names]
     figure = Figure(figsize=(4.5 * len(envs), 4), layout="constrained")
     for ax, env in zip(figure.subplots(1, len(envs), squeeze=False)[0], envs):
-        draw_maze(ax, env, label="steps from s0")
-        ax.set_title(env.name)
+        draw_truth(ax, env)
         from_start = env.distance[env.start_index]
         goal = "no goal" if env.goal_index is None else f"goal {from_start[env.goal_index]:.0f} steps away"
         print(f"{env.name}: {env.num_states} states, furthest {from_start.max():.0f} steps from s0, {goal}")
     figure.savefig(args.picture, dpi=110)
     print(f"picture: {args.picture}")
-    if args.benchmark_seconds > 0:
-        env = envs[0]
-        sync = gymnasium.vector.SyncVectorEnv([lambda: GridWorldEnv(env.name)] * 32)
+    if args.benchmark:
+        env, actions = envs[0], np.random.default_rng(0).integers(4, size=32)
+        sync = gymnasium.vector.SyncVectorEnv([lambda: GridWorldEnv(names[0])] * 32)
         sync.reset(seed=0)
-        env.reset(seed=0)
-        actions = np.random.default_rng(0).integers(4, size=32)
-        rates = {
-            "gymnasium.SyncVectorEnv of 32 single envs": steps_per_second(lambda: sync.step(actions), 32, args.benchmark_seconds),
-            "GridWorldVec.step, 32 agents": steps_per_second(lambda: env.step(actions), 32, args.benchmark_seconds),
-            "GridWorldVec.move, 32 agents": steps_per_second(lambda: env.move(actions), 32, args.benchmark_seconds),
-        }
-        slowest = min(rates.values())
-        for name, rate in rates.items():
-            print(f"{name}: {rate:,.0f} env steps per CPU second, {rate / slowest:.1f}x")
+        peer = steps_per_second(lambda: sync.step(actions), 32)
+        for name, step in (("step", env.step), ("move", env.move)):
+            print(f"GridWorldVec.{name}, 32 agents: {steps_per_second(lambda: step(actions), 32) / peer:.0f} times "
+                  "gymnasium.SyncVectorEnv's steps per CPU second")
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except MazeError as error:
-        print(f"gridworld.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    guarded(lambda: main(tyro.cli(Args)))
