@@ -30,17 +30,20 @@ s0 prior and Wu's 50 in the uniform prior. --objective generalized (Wang et al.,
 the eigenvectors themselves, in order, instead of some rotation of them.
 """
 
-import csv
+import io
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+import zipfile
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Annotated, Literal, Optional
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported; its threads slow small products down
+import filelock
 import numpy as np
 import scipy.stats
 import torch
@@ -49,71 +52,112 @@ import tyro
 from torch import nn
 from tqdm import tqdm
 
-import antmaze
 import gridworld
+from antmaze import make_env
+from gridworld import UsageError
 
-# TATC's values per domain; "grid" and "ant" are for mazes of your own.
-PAPER = {
+# TATC's values per environment; "indices" is any other with state indices, "vectors" the ants and any other with float vectors.
+DEFAULTS = {
     "umaze": dict(reset_prob=0.3, episode_length=90),
     "tmaze": dict(reset_prob=0.2, episode_length=40),
     "4rooms": dict(reset_prob=0.25, episode_length=60),
-    "grid": dict(reset_prob=0.25),
-    "ant": dict(reset_prob=0.2, episode_length=500),
+    "indices": dict(reset_prob=0.25, data="online", samples=30_000, updates_per_rollout=4),
+    "vectors": dict(reset_prob=0.2, episode_length=500, data="offline", samples=500_000, updates_per_rollout=100),
 }
-GRID = dict(data="online", updates_per_rollout=4)
-ANT = dict(data="offline", updates_per_rollout=100)
+OBJECTIVES = {
+    "graph_drawing": dict(batch_size=128, beta=0.25),
+    "generalized": dict(batch_size=128, beta=0.25),
+    "allo": dict(batch_size=1024, beta=1.0),
+}
+
+
+def default(name):
+    """What --help shows as the default of a field that depends on --env or --objective."""
+    known = {key: values[name] for key, values in (DEFAULTS | OBJECTIVES).items() if name in values}
+    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(f"{key} {value}" for key, value in known.items()) + ")")
 
 
 @dataclass
 class Args:
     env: str = "umaze"
-    """umaze, tmaze, 4rooms, antmaze1, antmaze2, a maze text file, or ant:FILE for a text maze with the ant"""
+    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, a maze text file, ant:FILE, or FILE.py:FUNCTION for your own"""
     seed: int = 0
     """seed of everything: network, data, environment"""
-    run_dir: Optional[str] = None
-    """where to write; default runs/laprep/<env>/<variant>/seed<seed>"""
+    run_dir: Annotated[Optional[str], tyro.conf.arg(help_behavior_hint="(default: runs/laprep/<env>/<variant>/seed<seed>)")] = None
+    """where to write"""
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
-    updates: int = 30000
+    updates: int = 30_000
     """number of updates"""
     prior: Literal["s0", "uniform"] = "s0"
     """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
     objective: Literal["graph_drawing", "generalized", "allo"] = "graph_drawing"
     """graph_drawing: Eq. 1; generalized: its sum over the first 1..d coordinates; allo: augmented Lagrangian"""
+    reachability: bool = False
+    """RA-LapRep: allo's coordinates over the square roots of their eigenvalues, without the constant one"""
     dim: int = 2
     """d, dimension of phi, the constant eigenvector included"""
-    beta: Optional[float] = None
-    """beta, weight of the orthonormality penalty, Eq. 1; default 0.25 = 5 / 20, and 1 for allo"""
+    beta: Annotated[Optional[float], default("beta")] = None
+    """beta, weight of the orthonormality penalty, Eq. 1; 0.25 = 5 / 20 of Wu et al."""
     dual_learning_rate: float = 1e-3
     """step size of allo's dual variables"""
     discount: float = 0.9
-    """v follows u by 1 + geometric(discount) steps; 0 takes single transitions"""
-    batch_size: Optional[int] = None
-    """n, pairs (u, v) per update; default 128, and 1024 for allo"""
-    data: Optional[Literal["online", "offline"]] = None
-    """online: a window that moves while training; offline: collected once before it; default offline on the ants"""
-    samples: Optional[int] = None
-    """environment steps held as data; default 30000, and 500000 for offline data of the ants"""
-    updates_per_rollout: Optional[int] = None
-    """updates between two rollouts of online data; default 4, and 100 on the ants"""
-    reset_prob: Optional[float] = None
+    """v follows u by 1 + geometric(discount) steps of --pair-gap; 0 takes single ones"""
+    pair_gap: int = 1
+    """environment steps between two states of the data"""
+    batch_size: Annotated[Optional[int], default("batch_size")] = None
+    """n, pairs (u, v) per update"""
+    data: Annotated[Optional[Literal["online", "offline"]], default("data")] = None
+    """online: a window that moves while training; offline: collected once before it"""
+    samples: Annotated[Optional[int], default("samples")] = None
+    """environment steps held as data"""
+    updates_per_rollout: Annotated[Optional[int], default("updates_per_rollout")] = None
+    """updates between two rollouts of online data"""
+    reset_prob: Annotated[Optional[float], default("reset_prob")] = None
     """p_r, probability that an episode of the s0 prior starts at s0"""
-    episode_length: Optional[int] = None
-    """K, steps per episode; default TATC's in the s0 prior, 50 in the uniform prior"""
+    episode_length: Annotated[Optional[int], default("episode_length")] = None
+    """K, steps per episode of the s0 prior; 50, as Wu et al., in the uniform prior"""
     num_envs: int = 32
     """N, episodes collected side by side"""
     hidden: int = 256
     """units in each of the three hidden layers"""
     learning_rate: float = 1e-3
     """Adam step size"""
-    num_threads: int = 1
-    """threads of the ant simulator; results do not depend on it"""
     log_every: int = 1000
     """updates between two rows of metrics.csv"""
     checkpoint_every: int = 5000
     """updates between two checkpoints"""
-    device: str = "cpu"
-    """torch device of the network"""
+    tensorboard: bool = False
+    """also write the rows of metrics.csv as TensorBoard events (needs tensorboard)"""
+
+
+RANGES = dict(
+    seed=(0, 2**31), updates=(1, 10**8), dim=(1, 256), beta=(0, 1e6), dual_learning_rate=(0, 1), discount=(0, 0.9999),
+    pair_gap=(1, 1000), batch_size=(4, 10**6), samples=(1, 2 * 10**7), updates_per_rollout=(1, 10**8), reset_prob=(0, 1),
+    episode_length=(1, 10**5), num_envs=(1, 4096), hidden=(1, 4096), learning_rate=(0, 1), log_every=(1, 10**8),
+    checkpoint_every=(1, 10**8),
+)
+FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard")  # change nothing that is learned or logged
+
+
+def resolve(args, env):
+    """The values for this environment and objective in place of None."""
+    kind = "indices" if np.issubdtype(env.obs.dtype, np.integer) else "vectors"
+    values = DEFAULTS[kind] | DEFAULTS.get(args.env, {}) | OBJECTIVES[args.objective]
+    if args.prior == "uniform":
+        values["episode_length"] = 50
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.episode_length is None:
+        furthest = 100 if env.distance is None else env.distance[env.start_index].max()
+        args.episode_length = math.ceil(furthest / 20) * 20
+    if args.episode_length % args.pair_gap:
+        raise UsageError(f"--pair-gap is {args.pair_gap}; use a divisor of --episode-length {args.episode_length}")
+    if kind == "indices" and args.dim > env.obs_size:
+        raise UsageError(f"--dim is {args.dim}; {args.env} has {env.obs_size} states and no more eigenvectors")
+    if args.reachability and (args.objective != "allo" or args.dim < 2):
+        raise UsageError("--reachability needs eigenvalues; add --objective allo and --dim 2 or more")
 
 
 # ---------------------------------------------------------------------------------------------------------- network
@@ -136,13 +180,6 @@ class Phi(nn.Module):
         else:
             first = F.embedding(obs, self.weight_obs) + self.bias
         return self.out(F.relu(self.third(F.relu(self.second(F.relu(first))))))
-
-
-def make_env(args):
-    """The environment of --env; its module has the drawing functions."""
-    if args.env in antmaze.MAZES or args.env.startswith("ant:"):
-        return antmaze.make(args.env.removeprefix("ant:"), args.num_envs, args.seed, num_threads=args.num_threads), antmaze
-    return gridworld.make(args.env, args.num_envs, args.seed), gridworld
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
@@ -171,16 +208,19 @@ def augmented_lagrangian_loss(phi_u, phi_v, duals, beta):
     updates, d = 11: mean cosine 0.36 with growth, 0.99 without).
     """
     attract = (phi_u - phi_v).square().sum() / len(phi_u)
-    identity = torch.eye(phi_u.shape[1], device=phi_u.device)
+    identity = torch.eye(phi_u.shape[1])
     first, second = (torch.tril(phi.T @ phi.detach() / len(phi) - identity) for phi in phi_u.chunk(2))
     error, square = (first + second) / 2, (first * second).sum()
     loss = attract + (duals * error).sum() + beta * square
     return loss, {"attract": attract.detach(), "error": square.detach()}, error.detach()
 
 
-# ------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------- data
 def rollout(args, env, rng):
-    """N random walks of K steps [N, K + 1, ...]; in the s0 prior each goes on where it was, or from s0 with probability p_r."""
+    """N random walks of K steps, every pair_gap-th state [N, K / pair_gap + 1, ...], and all states' cells.
+
+    In the s0 prior each goes on where it was, or from s0 with probability p_r.
+    """
     if args.prior == "uniform":
         env.place(np.ones(args.num_envs, dtype=bool), "uniform")
     else:
@@ -188,7 +228,7 @@ def rollout(args, env, rng):
     heads, values = env.action_shape
     actions = rng.integers(values, size=(args.episode_length, args.num_envs, heads))
     obs = [env.obs] + [env.move(action) for action in actions]
-    return np.stack(obs, axis=1)
+    return np.stack(obs[:: args.pair_gap], axis=1), np.concatenate([env.cell(part) for part in obs[1:]])
 
 
 def sample_pairs(data, count, discount, rng):
@@ -204,7 +244,7 @@ def sample_pairs(data, count, discount, rng):
 # ----------------------------------------------------------------------------------------------------------- update
 def update(args, phi, optimizer, duals, data, rng):
     """One step of phi, and for allo of the dual variables, on args.batch_size pairs."""
-    pairs = torch.as_tensor(np.stack(sample_pairs(data, args.batch_size, args.discount, rng)), device=args.device)
+    pairs = torch.as_tensor(np.stack(sample_pairs(data, args.batch_size, args.discount, rng)))
     if pairs.is_floating_point():
         phi_u, phi_v = phi(pairs)
     else:  # a state that was drawn many times goes through the network once
@@ -213,7 +253,7 @@ def update(args, phi, optimizer, duals, data, rng):
     if args.objective == "allo":
         loss, info, error = augmented_lagrangian_loss(phi_u, phi_v, duals, args.beta)
     else:
-        weights = torch.ones(args.dim, device=args.device)
+        weights = torch.ones(args.dim)
         if args.objective == "generalized":
             weights = weights.cumsum(0).flip(0)
         loss, info = graph_drawing_loss(phi_u, phi_v, args.beta, weights)
@@ -225,14 +265,21 @@ def update(args, phi, optimizer, duals, data, rng):
     return {f"loss/{key}": value for key, value in info.items()}
 
 
-# ------------------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------------------------------- evaluation
 def rank_correlation(phi, env):
-    """Spearman correlation of ||phi(s) - phi(s')|| with the true distance, over all pairs and from s0; phi [S, d]."""
-    upper = np.triu_indices(len(phi), 1)
-    distance = np.linalg.norm(phi[upper[0]] - phi[upper[1]], axis=-1)
+    """Spearman correlation of ||phi(s) - phi(s')|| with the true distance, from s0 and over all pairs; phi [S, d].
+
+    Above 1000 states the pairs are 500,000 random ones, always the same. Empty where no true distances are known.
+    """
+    first, second = np.triu_indices(len(phi), 1)
+    if len(phi) > 1000:
+        first, second = np.random.default_rng(0).integers(len(phi), size=(2, 500_000))
+    distance = np.linalg.norm(phi[first] - phi[second], axis=-1)
+    if env.distance is None:
+        return {"eval/extent": distance.max()}
     from_start = np.linalg.norm(phi - phi[env.start_index], axis=-1)
     return {
-        "eval/spearman_all": scipy.stats.spearmanr(distance, env.distance[upper]).statistic,
+        "eval/spearman_all": scipy.stats.spearmanr(distance, env.distance[first, second]).statistic,
         "eval/spearman_s0": scipy.stats.spearmanr(from_start, env.distance[env.start_index]).statistic,
         "eval/extent": distance.max(),
     }
@@ -242,88 +289,128 @@ def eigenvector_scores(phi, eigenvalues, eigenvectors):
     """How well phi [S, d] matches the first d exact eigenvectors; [m] and [S, m], m >= d, are the smallest, in order.
 
     cosine: mean over i of the cosine of phi_i with the eigenspace of the i-th eigenvalue, for the ordered objectives.
-    cosine_near: the same with neighbouring eigenvalues that differ by less than 5% as one: an exact solver on 200,000 samples of
-    4-rooms, where five eigenvalues do, cannot tell their eigenvectors apart.
-    subspace: cosine of the largest principal angle between the spans, for Eq. 1, which any rotation solves. If an eigenspace is cut
-    by d, phi must contain all eigenspaces before it and lie in those up to it.
+    subspace: cosine of the largest principal angle between the spans, for Eq. 1, which any rotation solves. If an eigenspace is
+    cut by d, phi must contain all eigenspaces before it and lie in those up to it.
+    fiedler_r2: share of the second eigenvector's variance that a linear function of phi explains.
     """
     dim = phi.shape[1]
+    fiedler, inputs = eigenvectors[:, 1], np.column_stack([phi, np.ones(len(phi))])
+    error = fiedler - inputs @ np.linalg.lstsq(inputs, fiedler, rcond=None)[0]
+    eigenvectors = np.linalg.qr(eigenvectors)[0]  # the ants' truth states are a sample of the graph's nodes
     unit = phi / np.maximum(np.linalg.norm(phi, axis=0), 1e-12)
-    scores = {}
-    for name, tolerance in (("cosine_near", 0.05), ("cosine", 1e-6)):
-        gaps = np.diff(eigenvalues) > tolerance * np.maximum(eigenvalues[1:], 1e-9)
-        space = np.append(0, np.cumsum(gaps))  # of each eigenvector
-        inside = (eigenvectors.T @ unit) ** 2 * (space[:, None] == space[:dim])  # [m, d]
-        scores[f"eval/{name}"] = np.sqrt(inside.sum(0)).mean()
+    space = np.append(0, np.cumsum(np.diff(eigenvalues) > 1e-6 * np.maximum(eigenvalues[1:], 1e-9)))  # of each eigenvector
+    inside = (eigenvectors.T @ unit) ** 2 * (space[:, None] == space[:dim])  # [m, d]
     basis = np.linalg.qr(phi)[0]
     cut = dim < len(space) and space[dim] == space[dim - 1]
     needed = eigenvectors[:, space < space[dim - 1]] if cut else eigenvectors[:, :dim]
     allowed = eigenvectors[:, space <= space[dim - 1]]
     cosines = [np.linalg.svd(basis.T @ vectors, compute_uv=False).min() for vectors in (needed, allowed) if vectors.size]
-    return scores | {"eval/subspace": min(cosines)}
+    return {"eval/cosine": np.sqrt(inside.sum(0)).mean(), "eval/subspace": min(cosines),
+            "eval/fiedler_r2": 1 - error.var() / fiedler.var()}
+
+
+def reachability_scale(args, duals):
+    """What phi's coordinates are divided by [d - 1]: at ALLO's solution duals_ii = -4 lambda_i (RA-LapRep, Wang et al., ICML 2023)."""
+    return (-duals.diagonal()[1:] / 4).clamp_min(1e-6).sqrt()
 
 
 @torch.no_grad()
-def representation(args, phi, env):
-    """phi [S, d] of the ground-truth states."""
-    return phi(torch.as_tensor(env.truth_obs, device=args.device)).cpu().numpy()
+def representation(args, phi, duals, obs):
+    """The representation [n, d] that the run stands for at obs [n, ...]; d - 1 coordinates with --reachability."""
+    output = phi(torch.as_tensor(obs))
+    return (output[:, 1:] / reachability_scale(args, duals) if args.reachability else output).numpy()
 
 
-# ----------------------------------------------------------------------------------------------- arguments and files
-class UsageError(Exception):
-    """Something the user asked for that cannot be done; the message names the cause and the fix."""
+# ----------------------------------------------------------------------------------------- the run directory (as tatc.py)
+def variant_name(args, base):
+    """Every argument that differs from `base`, or "default": two settings never share a directory or a result row."""
+    changed = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in (*FREE, "env", "seed")
+               and getattr(args, field.name) != getattr(base, field.name)}
+    return ",".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in changed.items()) or "default"
 
 
-def resolve(args):
-    """The environment, and the arguments with the paper's values for it in place of None."""
-    at_least = dict(updates=1, dim=1, num_envs=1, num_threads=1, hidden=1, log_every=1, checkpoint_every=1)
-    at_least |= dict(batch_size=4, samples=1, updates_per_rollout=1, episode_length=1)
-    for name, least in at_least.items():
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use at least {least}")
-    env, world = make_env(args)
-    defaults = PAPER["ant"] | ANT if world is antmaze else PAPER.get(args.env, PAPER["grid"]) | GRID
-    defaults |= dict(batch_size=1024, beta=1.0) if args.objective == "allo" else dict(batch_size=128, beta=0.25)
-    if args.prior == "uniform":
-        defaults["episode_length"] = 50
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.episode_length is None:
-        args.episode_length = int(np.ceil(env.cell_distance.max() / 20)) * 20
-    if args.samples is None:
-        args.samples = 500_000 if world is antmaze and args.data == "offline" else 30_000
-    if world is gridworld and args.dim > env.num_states:
-        raise UsageError(f"--dim is {args.dim}; {args.env} has {env.num_states} states and no more eigenvectors")
-    if not 0 <= args.reset_prob <= 1:
-        raise UsageError(f"--reset-prob is {args.reset_prob}; use a probability")
-    if not 0 <= args.discount < 1:
-        raise UsageError(f"--discount is {args.discount}; use a number from 0 to below 1")
-    for name in ("beta", "learning_rate", "dual_learning_rate"):
-        if not 0 <= getattr(args, name) < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a non-negative number")
+def write_atomically(path, content):
+    """Write bytes to a temporary file, flush it to disk, rename: a kill leaves the old file or the new one, never half a file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError):
-        raise UsageError(f"--device {args.device!r} is not usable here; try cpu") from None
-    if args.run_dir is None:
-        variant = f"{args.prior}-d{args.dim}"
-        if args.objective != "graph_drawing":
-            variant += f"-{args.objective}"
-        if args.data != defaults["data"]:
-            variant += f"-{args.data}"
-        args.run_dir = f"runs/laprep/{Path(args.env.replace(':', '-')).stem}/{variant}/seed{args.seed}"
-    return env, world
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def write_atomically(path, write):
-    """Write to a temporary file, flush it to disk, rename: a kill leaves the old file or the new one, never half a file."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def saved(save, *content, **named):
+    """The bytes that a function like torch.save writes; the disk's own errors then come from `write_atomically`."""
+    buffer = io.BytesIO()
+    save(*content, buffer) if content else save(buffer, **named)
+    return buffer.getvalue()
+
+
+def load_checkpoint(path, script):
+    """The checkpoint of a run directory or file, written by `script`; whatever is wrong with it gets one line."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:  # torch.load does not check the sums
+                raise zipfile.BadZipFile
+        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, or a checkpoint") from None
+    except Exception as error:
+        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); restore it or start again elsewhere") from None
+    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script or not isinstance(checkpoint.get("args"), dict):
+        raise UsageError(f"{path} is not a checkpoint of {script}; choose another")
+    networks = checkpoint.get("networks", {})
+    if not networks or not all(torch.isfinite(value).all() for value in networks.values()):
+        raise UsageError(f"{path} holds no networks, or weights that are not finite; restore it or start again elsewhere")
+    return checkpoint
+
+
+def load_state(path, load):
+    """Runs load(), which puts a checkpoint's parts into place; parts that are missing or do not fit get one line."""
+    try:
+        load()
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise UsageError(f"{path} does not fit this version of the script or this environment ({type(error).__name__})") from None
+
+
+@contextmanager
+def run_directory(args, env, variant, script, may_change=()):
+    """(directory, checkpoint to continue or None): created, locked against a second process, and checked before anything is written."""
+    if args.run_dir == "":
+        raise UsageError("--run-dir is empty; name a directory or drop it")
+    run_dir = Path(args.run_dir or f"runs/{script}/{env.name}/{variant}/seed{args.seed}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock, owner = filelock.FileLock(run_dir / ".lock"), run_dir / ".pid"
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise UsageError(f"{run_dir} is in use by process {owner.read_text()}; wait for it or choose another --run-dir") from None
+    with lock:
+        owner.write_text(str(os.getpid()))
+        present = [name for name in ("checkpoint.pt", "metrics.csv", "args.json") if (run_dir / name).exists()]
+        if present and not args.resume:
+            raise UsageError(f"{run_dir} holds a run already ({present[0]}); add --resume to continue it or choose another --run-dir")
+        checkpoint = load_checkpoint(run_dir, script) if "checkpoint.pt" in present else None
+        identity = {key: value for key, value in asdict(args).items() if key not in (*FREE, *may_change)} | {"env": env.name}
+        if checkpoint is not None:
+            there = {key: value for key, value in checkpoint["args"].items() if key not in (*FREE, *may_change)} | {"env": checkpoint["env_name"]}
+            other = [f"{key} {there.get(key)!r} there, {value!r} here" for key, value in identity.items() if there.get(key) != value]
+            if other:
+                raise UsageError(f"{run_dir} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
+        print(f"writing to {run_dir}" + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
+        yield run_dir, checkpoint
+
+
+def write_args(args, env, variant, script, run_dir):
+    """args.json: the resolved arguments, versions and the commit."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
+    content = asdict(args) | {"script": script, "variant": variant, "env_name": env.name, "versions": versions, "commit": commit}
+    write_atomically(run_dir / "args.json", json.dumps(content, indent=2).encode())
 
 
 def as_tensors(tree):
@@ -333,146 +420,158 @@ def as_tensors(tree):
     return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
 
 
-def load_checkpoint(path):
-    try:
-        return torch.load(path, weights_only=True)
-    except Exception as error:
-        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); delete it to start again") from None
-
-
-def write_args(args, run_dir):
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
-    content = json.dumps(asdict(args) | {"script": Path(__file__).stem, "versions": versions, "commit": commit}, indent=2)
-    write_atomically(run_dir / "args.json", lambda file: file.write(content.encode()))
-
-
-def read_rows(path, last_update):
-    """The rows of metrics.csv up to `last_update`: what was logged after the checkpoint is made again."""
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return [row for row in csv.DictReader(file) if int(row["update"]) <= last_update]
-
-
 def write_rows(path, rows):
-    """metrics.csv anew; a quantity that did not occur between two log points is left empty there."""
+    """metrics.csv anew from rows of numbers; a quantity that did not occur between two log points is left empty there."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [",".join(columns)] + [",".join(row.get(key, "") for key in columns) for row in rows]
-    write_atomically(path, lambda file: file.write(("\n".join(lines) + "\n").encode()))
+    cells = [["" if key not in row else str(row[key]) if isinstance(row[key], int) else format(row[key], ".6g") for key in columns]
+             for row in rows]
+    write_atomically(path, ("\n".join(map(",".join, [columns, *cells])) + "\n").encode())
 
 
-# --------------------------------------------------------------------------------------------------------- training
+def add_to_sums(sums, info, number):
+    """Means over the updates between two rows; a value that is not finite ends the run, its last checkpoint stays."""
+    for key, value in info.items():
+        if not math.isfinite(value):
+            raise UsageError(f"update {number}: {key} is {float(value)}; the last checkpoint is intact, try a smaller --learning-rate")
+        total, count = sums.get(key, (0.0, 0))
+        sums[key] = (total + float(value), count + 1)
+
+
+def tensorboard_writer(args, run_dir):
+    """torch's SummaryWriter with --tensorboard, otherwise None."""
+    if not args.tensorboard:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError("--tensorboard needs the package tensorboard; pip install tensorboard, or drop the flag") from None
+    return SummaryWriter(run_dir)
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+def load(path, num_envs=1, seed=0):
+    """(args, env, phi) of a run directory or checkpoint; phi takes obs [n, ...] and gives an array [n, d]."""
+    checkpoint = load_checkpoint(path, "laprep")
+    args = Args(**checkpoint["args"])
+    env = make_env(args.env, num_envs, seed)
+    phi = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale)
+    load_state(path, lambda: phi.load_state_dict(checkpoint["networks"]))
+    return args, env, lambda obs: representation(args, phi, checkpoint["duals"], obs)
+
+
 def train(args):
     torch.set_num_threads(1)  # networks this small run slower on more threads
     torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages, which run 2x slower
-    env, world = resolve(args)
-    run_dir = Path(args.run_dir)
-    checkpoint_path, metrics_path = run_dir / "checkpoint.pt", run_dir / "metrics.csv"
-    if not args.resume and (run_dir / "args.json").exists():
-        raise UsageError(f"{run_dir} holds a run already; add --resume to continue it or choose another --run-dir")
+    gridworld.check_ranges(args, RANGES)
+    env = make_env(args.env, args.num_envs, args.seed)
+    resolve(args, env)
+    base = Args(env=args.env, objective=args.objective, prior=args.prior)
+    resolve(base, env)
+    base.objective, base.prior = Args.objective, Args.prior
+    variant = variant_name(args, base)
+    with run_directory(args, env, variant, "laprep", ("updates",)) as (run_dir, checkpoint), gridworld.stop_requests() as stop:
+        torch.manual_seed(args.seed)
+        rng = np.random.default_rng(args.seed)
+        phi = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale)
+        optimizer = torch.optim.Adam(phi.parameters(), lr=args.learning_rate, fused=True)
+        duals = torch.zeros(args.dim, args.dim)
+        exact = None
+        if hasattr(env, "laplacian_eigenvectors"):
+            exact = env.laplacian_eigenvectors(min(args.dim + 8, len(env.truth_obs)))
+        episodes = -(-args.samples // args.episode_length)  # held as data, rounded up
+        data = []
+        # All that changes beside network, optimiser, environment, data and random numbers; it is the rest of the checkpoint.
+        run = {"update": 0, "seconds": 0.0, "env_steps": 0, "rows": [], "sums": {}, "snapshots": {},
+               "visits": torch.zeros(env.num_cells, dtype=torch.long), "ever": torch.zeros(env.num_cells, dtype=torch.bool)}
 
-    torch.manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
-    phi = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale).to(args.device)
-    optimizer = torch.optim.Adam(phi.parameters(), lr=args.learning_rate, fused=True)
-    duals = torch.zeros(args.dim, args.dim, device=args.device)
-    exact = env.laplacian_eigenvectors(min(args.dim + 8, env.num_states)) if world is gridworld else None
-    far_cells = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
-    episodes = -(-args.samples // args.episode_length)  # held as data, rounded up
+        def collect():
+            walks, cells = rollout(args, env, rng)
+            run["visits"] += torch.as_tensor(np.bincount(cells, minlength=env.num_cells))
+            run["ever"] |= run["visits"] > 0
+            run["env_steps"] += args.num_envs * args.episode_length
+            data[:] = [np.concatenate([*data, walks])[-episodes:]]
 
-    done, seconds, env_steps, sums, rows, snapshots = 0, 0.0, 0, {}, [], {}
-    data, visits = None, np.zeros(env.num_cells, dtype=np.int64)
-
-    def collect():
-        nonlocal data, env_steps
-        walks = rollout(args, env, rng)
-        visits[:] += np.bincount(env.cell(walks[:, 1:].reshape((-1,) + walks.shape[2:])), minlength=env.num_cells)
-        data = (walks if data is None else np.concatenate([data, walks]))[-episodes:]
-        env_steps += args.num_envs * args.episode_length
-
-    identity = {key: value for key, value in asdict(args).items() if key not in ("updates", "run_dir", "resume", "device", "num_threads")}
-    checkpoint = load_checkpoint(checkpoint_path) if args.resume and checkpoint_path.exists() else None
-    if checkpoint is not None:
-        other = [f"{key} {old!r} there, {identity.get(key)!r} here"
-                 for key, old in checkpoint.get("args", {"env": "unknown"}).items() if identity.get(key) != old]
-        if other:
-            raise UsageError(f"{checkpoint_path} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_args(args, run_dir)
-    print(f"writing to {run_dir}" + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
-    if args.data == "offline":  # made again from the seed on --resume: it would be most of the checkpoint
-        for _ in tqdm(range(-(-episodes // args.num_envs)), desc="data", unit="rollout", dynamic_ncols=True):
-            collect()
-    if checkpoint is not None:
-        done, seconds, sums = checkpoint["update"], checkpoint["seconds"], checkpoint["sums"]
-        phi.load_state_dict(checkpoint["phi"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        duals.copy_(checkpoint["duals"])
-        env.set_state(checkpoint["env"])
-        rng.bit_generator.state = checkpoint["rng"]
-        snapshots = {update: array.numpy() for update, array in checkpoint["snapshots"].items()}
-        visits, env_steps = checkpoint["visits"].numpy(), checkpoint["env_steps"]
-        data = checkpoint["data"].numpy() if args.data == "online" else data
-        rows = read_rows(metrics_path, done)
-
-    stages = {max(1, round(share * args.updates)) for share in (0.03, 0.08, 0.15, 0.3, 0.6, 1.0)}
-    begin = time.perf_counter() - seconds
-    bar = tqdm(range(done + 1, args.updates + 1), initial=done, total=args.updates, unit="update", dynamic_ncols=True)
-    for number in bar:
-        if args.data == "online" and (number - 1) % args.updates_per_rollout == 0:
-            collect()
-        info = update(args, phi, optimizer, duals, data, rng)
-        for key, value in info.items():
-            total, count = sums.get(key, (0.0, 0))
-            sums[key] = (total + float(value), count + 1)
-        if number in stages:
-            snapshots[number] = representation(args, phi, env)
-        if number % args.log_every == 0 or number == args.updates:
-            array = representation(args, phi, env)
-            row = {"update": number, "env_steps": env_steps, "seconds": time.perf_counter() - begin}
-            row |= {key: total / count for key, (total, count) in sorted(sums.items())} | rank_correlation(array, env)
-            row |= {} if exact is None else eigenvector_scores(array, *exact)
-            row |= {"eval/coverage": (visits > 0).mean(), "eval/far": visits[far_cells].sum() / visits.sum(),
-                    "rollout/reached": env.cell_distance[visits > 0].max()}
-            rows.append({key: str(value) if isinstance(value, int) else format(value, ".6g") for key, value in row.items()})
-            write_rows(metrics_path, rows)
-            shown = ("spearman_all", "spearman_s0", "subspace", "cosine", "coverage")
-            bar.set_postfix({key: format(row[f"eval/{key}"], ".2f") for key in shown if f"eval/{key}" in row})
-            sums = {}
+        def restore():
+            phi.load_state_dict(checkpoint["networks"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            duals.copy_(checkpoint["duals"])
+            env.set_state(checkpoint["env"])
+            rng.bit_generator.state = checkpoint["rng"]
+            run.update({key: checkpoint[key] for key in run})
             if args.data == "online":
-                visits[:] = 0
-        if number % args.checkpoint_every == 0 or number == args.updates:
-            checkpoint = {
-                "script": "laprep", "args": identity, "update": number, "seconds": time.perf_counter() - begin, "sums": sums,
-                "phi": phi.state_dict(), "optimizer": optimizer.state_dict(), "duals": duals, "env": as_tensors(env.get_state()),
-                "rng": rng.bit_generator.state, "snapshots": as_tensors(snapshots), "visits": torch.as_tensor(visits),
-                "env_steps": env_steps,
-            }
+                data[:] = [checkpoint["data"].numpy()]
+
+        if args.data == "offline":  # made again from the seed on --resume: it would be most of the checkpoint
+            for _ in tqdm(range(-(-episodes // args.num_envs)), desc="data", unit="rollout", dynamic_ncols=True):
+                collect()
+        if checkpoint is not None:
+            load_state(run_dir, restore)
+        write_args(args, env, variant, "laprep", run_dir)
+        writer = tensorboard_writer(args, run_dir)
+
+        def save():
+            content = run | {"script": "laprep", "variant": variant, "env_name": env.name, "args": asdict(args), "duals": duals,
+                             "networks": phi.state_dict(), "optimizer": optimizer.state_dict(), "env": as_tensors(env.get_state()),
+                             "rng": rng.bit_generator.state}
             if args.data == "online":
-                checkpoint["data"] = torch.as_tensor(data)
-            write_atomically(checkpoint_path, lambda file: torch.save(checkpoint, file))
-    return finish(args, env, world, phi, snapshots, rows, run_dir)
+                content["data"] = torch.as_tensor(data[0])
+            write_atomically(run_dir / "checkpoint.pt", saved(torch.save, content))
+
+        cell_distance = getattr(env, "cell_distance", None)
+        far_cells = None if cell_distance is None else cell_distance >= np.quantile(cell_distance, 0.8)
+        stages = {max(1, round(share * args.updates)) for share in (0.03, 0.08, 0.15, 0.3, 0.6, 1.0)}
+        first, begin = run["update"] + 1, time.perf_counter() - run["seconds"]
+        bar = tqdm(range(first, args.updates + 1), initial=run["update"], total=args.updates, unit="update", dynamic_ncols=True)
+        for number in bar:
+            if args.data == "online" and (number - 1) % args.updates_per_rollout == 0:
+                collect()
+            add_to_sums(run["sums"], update(args, phi, optimizer, duals, data[0], rng), number)
+            run["update"], run["seconds"] = number, time.perf_counter() - begin
+            if number in stages:
+                run["snapshots"][number] = torch.as_tensor(representation(args, phi, duals, env.truth_obs))
+            if number % args.log_every == 0 or number == args.updates:
+                array, visits = representation(args, phi, duals, env.truth_obs), run["visits"].numpy()
+                row = {"update": number, "env_steps": run["env_steps"], "seconds": run["seconds"]}
+                row |= {key: total / count for key, (total, count) in sorted(run["sums"].items())} | rank_correlation(array, env)
+                if exact is not None:
+                    with torch.no_grad():
+                        row |= eigenvector_scores(phi(torch.as_tensor(env.truth_obs)).numpy(), *exact)
+                row |= {"eval/coverage_total": run["ever"].float().mean()}
+                if visits.any():  # not between two rollouts
+                    row["eval/coverage"] = (visits > 0).mean()
+                    if cell_distance is not None:
+                        row |= {"eval/far": visits[far_cells].sum() / visits.sum(), "rollout/reached": cell_distance[visits > 0].max()}
+                row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
+                run["rows"].append(row)
+                write_rows(run_dir / "metrics.csv", run["rows"])
+                for key, value in row.items() if writer else ():
+                    writer.add_scalar(key, value, number)
+                shown = [key for key in ("spearman_all", "spearman_s0", "subspace", "fiedler_r2") if f"eval/{key}" in row]
+                bar.set_postfix({key: format(row[f"eval/{key}"], ".2f") for key in shown})
+                run["sums"] = {}
+                if args.data == "online":
+                    run["visits"][:] = 0
+            if number % args.checkpoint_every == 0 or number == args.updates or stop:
+                save()
+            if stop and number < args.updates:
+                raise KeyboardInterrupt
+        finish(args, env, representation(args, phi, duals, env.truth_obs), run, run_dir)
 
 
-def finish(args, env, world, phi, snapshots, rows, run_dir):
-    """phi.npz, the pictures, and the last numbers."""
-    array = representation(args, phi, env)
-    distance = env.distance[env.start_index]
-    arrays = dict(xy=env.truth_xy, phi=array, distance=distance, start=env.start_index, stages=list(snapshots), snapshots=list(snapshots.values()))
-    write_atomically(run_dir / "phi.npz", lambda file: np.savez_compressed(file, **arrays))
-    shown = [np.pad(phi, ((0, 0), (0, max(0, 2 - args.dim)))) for phi in [array, *snapshots.values()]]  # pictures have two axes
-    world.draw_representation(run_dir / "representation.png", env, shown[0])
-    world.draw_progress(run_dir / "progress.png", env, shown[1:], [f"update {update}" for update in snapshots])
-    last = rows[-1]
-    print(", ".join(f"{key} {last[key]}" for key in last if key.startswith("eval/") and last[key]))
-    print(f"{args.updates / float(last['seconds']):,.0f} updates per second, {float(last['seconds']) / 60:.1f} minutes")
-    print(f"pictures: {run_dir}/representation.png, progress.png")
+def finish(args, env, phi, run, run_dir):
+    """phi.npz, the pictures, and the last numbers; phi [S, d] of the ground-truth states."""
+    rows, snapshots = run["rows"], {update: array.numpy() for update, array in run["snapshots"].items()}
+    arrays = dict(xy=env.truth_xy, phi=phi, start=env.start_index, stages=list(snapshots), snapshots=list(snapshots.values()))
+    if env.distance is not None:
+        arrays["distance"] = env.distance[env.start_index]
+    write_atomically(run_dir / "phi.npz", saved(np.savez_compressed, **arrays))
+    scores = ", ".join(f"{key.split('/')[1]} {value:.3f}" for key, value in rows[-1].items() if key.startswith("eval/"))
+    gridworld.draw_representation(run_dir / "representation.png", env, phi, scores)
+    gridworld.draw_progress(run_dir / "progress.png", env, snapshots)
+    gridworld.draw_curves(run_dir / "curves.png", {args.env: [rows]})
+    print(f"{scores}\n{args.updates / run['seconds']:,.0f} updates per second, {run['seconds'] / 60:.1f} minutes")
+    print("pictures: " + ", ".join(sorted(str(path) for path in run_dir.glob("*.png"))))
 
 
 if __name__ == "__main__":
-    try:
-        train(tyro.cli(Args))
-    except (UsageError, gridworld.MazeError, antmaze.MazeError) as error:
-        print(f"laprep.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    gridworld.guarded(lambda: train(tyro.cli(Args)))

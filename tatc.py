@@ -546,6 +546,14 @@ def load_checkpoint(path, script):
     return checkpoint
 
 
+def load_state(path, load):
+    """Runs load(), which puts a checkpoint's parts into place; parts that are missing or do not fit get one line."""
+    try:
+        load()
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise UsageError(f"{path} does not fit this version of the script or this environment ({type(error).__name__})") from None
+
+
 @contextmanager
 def run_directory(args, env, variant, script, may_change=()):
     """(directory, checkpoint to continue or None): created, locked against a second process, and checked before anything is written."""
@@ -626,14 +634,6 @@ def load(path, num_envs=1, seed=0):
     networks = make_networks(args, env)
     load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
     return args, env, networks, make_directions(args)
-
-
-def load_state(path, load):
-    """Runs load(), which puts a checkpoint's parts into place; parts that are missing or do not fit get one line."""
-    try:
-        load()
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{path} does not fit this version of the script or this environment ({type(error).__name__})") from None
 
 
 def train(args):
