@@ -151,7 +151,7 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
         f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02" solref="{contact_time} 1"/>'
         for solid in planes + [f"box{i}" for i in range(len(boxes))]
         for part in ["torso"] + [f"{name}{i}" for name in ("thigh", "shin") for i in range(4)])
-    look = f"""
+    look = """
       <asset><texture name="sky" type="skybox" builtin="flat" rgb1="1 1 1" width="8" height="8"/>
         <texture name="tiles" type="2d" builtin="checker" rgb1=".86 .88 .9" rgb2=".78 .8 .84" width="64" height="64"/>
         <material name="tiles" texture="tiles" texrepeat="1 1" texuniform="true"/></asset>

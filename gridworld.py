@@ -7,27 +7,34 @@ A state is an integer index; the paper's one-hot code is its row of the identity
 gives the mazes' sizes and goals in its text and their shapes in figures without cell counts; results/README.md lists the corridor
 widths and door positions that were tried.
 
-The file also holds what every script shares: the one reader of maze text, the one line that bad input gets (`guarded`), and
-the pictures of phi that work for any environment.
+The file also holds what every script needs and no algorithm is about: the one reader of maze text, the one line that bad input
+gets (`guarded`), run directories that resume bit for bit, and scores and pictures of phi for any environment.
 """
 
 import hashlib
+import io
+import json
 import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import filelock
 import gymnasium
 import matplotlib
 import numpy as np
 import scipy.linalg
 import scipy.ndimage
 import scipy.sparse
+import scipy.stats
+import torch
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from matplotlib.figure import Figure
@@ -399,7 +406,177 @@ def make(name, num_envs, seed, **kwargs):
     return GridWorldVec(name, num_envs, seed=seed, **kwargs)
 
 
-# ------------------------------------------------------------------------------------- pictures of phi, any environment
+# ------------------------------------------------------------------------------------- run directories, any algorithm
+FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard")  # arguments that change nothing that is learned or logged
+
+
+def variant_name(args, base):
+    """Every argument that differs from `base`, or "default": two settings never share a directory or a result row."""
+    changed = {field.name: getattr(args, field.name) for field in fields(args)
+               if field.name not in (*FREE, "env", "seed") and getattr(args, field.name) != getattr(base, field.name)}
+    return ",".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}".replace(" ", "")
+                    for name, value in changed.items()) or "default"
+
+
+def write_atomically(path, content):
+    """Write bytes to a temporary file, flush it to disk, rename: a kill leaves the old file or the new one, never half a file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def saved(save, *content, **named):
+    """The bytes that torch.save or np.savez writes; the disk's own errors then come from `write_atomically`."""
+    buffer = io.BytesIO()
+    save(*content, buffer) if content else save(buffer, **named)
+    return buffer.getvalue()
+
+
+def load_checkpoint(path, scripts):
+    """The checkpoint of a run directory or file, written by one of `scripts`; whatever is wrong with it gets one line."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:  # torch.load does not check the sums
+                raise zipfile.BadZipFile
+        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, or a checkpoint") from None
+    except Exception as error:
+        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); restore it or start elsewhere") from None
+    if not isinstance(checkpoint, dict) or checkpoint.get("script") not in scripts:
+        raise UsageError(f"{path} is not a checkpoint of {' or '.join(scripts)}; choose another")
+    if not {"args", "env_name", "update", "networks"} <= set(checkpoint) or not isinstance(checkpoint["args"], dict):
+        raise UsageError(f"{path} is of another version of the script; use that version or start elsewhere")
+    if not all(torch.isfinite(value).all() for value in checkpoint["networks"].values()):
+        raise UsageError(f"{path} holds weights that are not finite; restore it or start elsewhere")
+    return checkpoint
+
+
+def load_state(path, load):
+    """Runs load(), which puts a checkpoint's parts into place; parts that are missing or do not fit get one line."""
+    try:
+        load()
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise UsageError(f"{path} does not fit this version or this environment ({type(error).__name__})") from None
+
+
+@contextmanager
+def run_directory(args, env, variant, script, may_change=()):
+    """(directory, checkpoint to continue or None): created, locked against a second process, checked before anything is written.
+
+    `may_change` names arguments that a continued run may have other values of.
+    """
+    if args.run_dir == "":
+        raise UsageError("--run-dir is empty; name a directory or drop it")
+    run_dir = Path(args.run_dir or f"runs/{script}/{env.name}/{variant}/seed{args.seed}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock, owner = filelock.FileLock(run_dir / ".lock"), run_dir / ".pid"
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise UsageError(f"{run_dir} is in use by process {owner.read_text()}; wait for it or choose another --run-dir") from None
+    with lock:
+        owner.write_text(str(os.getpid()))
+        present = [name for name in ("checkpoint.pt", "metrics.csv", "args.json") if (run_dir / name).exists()]
+        if present and not args.resume:
+            raise UsageError(f"{run_dir} holds a run already ({present[0]}); add --resume to continue it or choose another --run-dir")
+        checkpoint = load_checkpoint(run_dir, (script,)) if "checkpoint.pt" in present else None
+        if checkpoint is not None:
+            here, there = asdict(args) | {"env": env.name}, checkpoint["args"] | {"env": checkpoint["env_name"]}
+            other = [f"{key} {there.get(key)!r} there, {value!r} here" for key, value in here.items()
+                     if key not in (*FREE, *may_change) and there.get(key) != value]
+            if other:
+                raise UsageError(f"{run_dir} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
+        print(f"writing to {run_dir}" + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
+        yield run_dir, checkpoint
+
+
+def write_args(args, env, variant, script, run_dir):
+    """args.json: the resolved arguments, versions and the commit."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
+    facts = {"script": script, "variant": variant, "env_name": env.name, "versions": versions, "commit": git.stdout.strip()}
+    write_atomically(run_dir / "args.json", json.dumps(asdict(args) | facts, indent=2).encode())
+
+
+def save_checkpoint(run_dir, script, variant, env, args, content):
+    """checkpoint.pt: what it is of, and all that a continued run needs."""
+    facts = {"script": script, "variant": variant, "env_name": env.name, "args": asdict(args)}
+    write_atomically(run_dir / "checkpoint.pt", saved(torch.save, facts | content))
+
+
+def as_tensors(tree):
+    """Numpy arrays in a tree of dicts as tensors, so that a checkpoint loads with weights_only=True."""
+    if isinstance(tree, dict):
+        return {key: as_tensors(value) for key, value in tree.items()}
+    return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
+
+
+def add_to_sums(sums, info, number):
+    """Sums of what is averaged between two rows; a value that is not finite ends the run, and its last checkpoint stays."""
+    for key, value in info.items():
+        if not math.isfinite(value):
+            raise UsageError(f"update {number}: {key} is {float(value)}; the last checkpoint is intact, try other step sizes")
+        total, count = sums.get(key, (0.0, 0))
+        sums[key] = (total + float(value), count + 1)
+
+
+def means(sums):
+    return {key: total / count for key, (total, count) in sorted(sums.items())}
+
+
+def log_row(run, row, run_dir, bar, writer, shown):
+    """Adds a row of numbers to the run and writes metrics.csv anew; what did not occur between two log points is left empty there."""
+    row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
+    run["rows"].append(row)
+    run["sums"] = {}
+    columns = list(dict.fromkeys(key for row in run["rows"] for key in row))
+    cells = [[format(row[key], "d" if isinstance(row[key], int) else ".6g") if key in row else "" for key in columns]
+             for row in run["rows"]]
+    write_atomically(run_dir / "metrics.csv", ("\n".join(map(",".join, [columns, *cells])) + "\n").encode())
+    for key, value in row.items() if writer else ():
+        writer.add_scalar(key, value, row["env_steps"])
+    bar.set_postfix({key: format(row[f"eval/{key}"], ".2f") for key in shown if f"eval/{key}" in row})
+
+
+def tensorboard_writer(args, run_dir):
+    """torch's SummaryWriter with --tensorboard, otherwise None."""
+    if not args.tensorboard:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError("--tensorboard needs the package tensorboard; pip install tensorboard, or drop the flag") from None
+    return SummaryWriter(run_dir)
+
+
+# ----------------------------------------------------------------------------- scores and pictures of phi, any environment
+def rank_correlation(phi, env):
+    """Spearman correlation of ||phi(s) - phi(s')|| with the true distance, from s0 and over all pairs; phi [S, d].
+
+    Above 1000 states the pairs are 500,000 random ones, always the same. Empty where no true distances are known.
+    """
+    first, second = np.triu_indices(len(phi), 1)
+    if len(phi) > 1000:
+        first, second = np.random.default_rng(0).integers(len(phi), size=(2, 500_000))
+    distance = np.linalg.norm(phi[first] - phi[second], axis=-1)
+    if env.distance is None:
+        return {"eval/extent": distance.max()}
+    from_start = np.linalg.norm(phi - phi[env.start_index], axis=-1)
+    return {
+        "eval/spearman_all": scipy.stats.spearmanr(distance, env.distance[first, second]).statistic,
+        "eval/spearman_s0": scipy.stats.spearmanr(from_start, env.distance[env.start_index]).statistic,
+        "eval/extent": distance.max(),
+    }
+
+
 def draw_truth(ax, env):
     """The states whose phi is drawn, in the same colours: the maze, or a plain scatter of any other environment."""
     if hasattr(env, "draw"):
@@ -483,6 +660,22 @@ def draw_curves(path, runs):
         figure.legend(lines, runs, loc="outside lower center", ncols=min(4, len(runs)), fontsize=8)
     figure.supxlabel("environment steps", fontsize=8)
     figure.savefig(path, dpi=100)
+
+
+def write_representation(run_dir, env, phi, run, label):
+    """phi.npz, its pictures and the curves of a run; phi [S, d] of the ground-truth states. Prints the last scores."""
+    snapshots = {update: array.numpy() for update, array in run["snapshots"].items()}
+    arrays = dict(xy=env.truth_xy, phi=phi, start=env.start_index, stages=list(snapshots), snapshots=list(snapshots.values()))
+    if env.distance is not None:
+        arrays["distance"] = env.distance[env.start_index]
+    write_atomically(run_dir / "phi.npz", saved(np.savez_compressed, **arrays))
+    last = run["rows"][-1]
+    scores = ", ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in last.items() if key.startswith("eval/"))
+    draw_representation(run_dir / "representation.png", env, phi, scores)
+    draw_progress(run_dir / "progress.png", env, snapshots)
+    draw_curves(run_dir / "curves.png", {label: [run["rows"]]})
+    print(f"{scores}\n{last['update'] / run['seconds']:,.1f} updates per second, {run['seconds'] / 60:.1f} minutes")
+    print("pictures: " + ", ".join(sorted(str(path) for path in run_dir.glob("*.png"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------- main

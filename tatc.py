@@ -23,24 +23,14 @@ D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, 
 D11 On the ants every step size goes linearly to 0 over the second half of the updates (--anneal 0 is the paper's).
 """
 
-import io
-import json
 import math
-import os
-import subprocess
-import sys
 import time
-import zipfile
 from collections import deque
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal, Optional
 
-import filelock
 import numpy as np
-import scipy.stats
 import torch
 import torch.nn.functional as F
 import tyro
@@ -158,7 +148,6 @@ RANGES = dict(
     learning_rate=(0, 1), anneal=(0, 1), high_entropy_coef=(0, 1e6), low_entropy_coef=(0, 1e6), update_epochs=(1, 1000),
     gamma=(0, 1), gae_lambda=(0, 1), log_every=(1, 10**8), checkpoint_every=(1, 10**8),
 )
-FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard")  # change nothing that is learned or logged
 
 
 def resolve(args, env):
@@ -473,166 +462,20 @@ def update(args, networks, optimizers, omega, batch, episode, recent, rng, fall_
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluation
-def rank_correlation(phi, env):
-    """Spearman correlation of ||phi(s) - phi(s')|| with the true distance, from s0 and over all pairs; phi [S, d].
-
-    Above 1000 states the pairs are 500,000 random ones, always the same. Empty where no true distances are known.
-    """
-    first, second = np.triu_indices(len(phi), 1)
-    if len(phi) > 1000:
-        first, second = np.random.default_rng(0).integers(len(phi), size=(2, 500_000))
-    distance = np.linalg.norm(phi[first] - phi[second], axis=-1)
-    if env.distance is None:
-        return {"eval/extent": distance.max()}
-    from_start = np.linalg.norm(phi - phi[env.start_index], axis=-1)
-    return {
-        "eval/spearman_all": scipy.stats.spearmanr(distance, env.distance[first, second]).statistic,
-        "eval/spearman_s0": scipy.stats.spearmanr(from_start, env.distance[env.start_index]).statistic,
-        "eval/extent": distance.max(),
-    }
-
-
 @torch.no_grad()
 def representation(networks, env):
     """phi [S, d] of the ground-truth states."""
     return networks["phi"](torch.as_tensor(env.truth_obs)).numpy()
 
 
-# -------------------------------------------------------------------------------------- the run directory (see laprep.py)
-def variant_name(args, base):
-    """Every argument that differs from `base`, or "default": two settings never share a directory or a result row."""
-    changed = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in (*FREE, "env", "seed")
-               and getattr(args, field.name) != getattr(base, field.name)}
-    return ",".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in changed.items()) or "default"
-
-
-def write_atomically(path, content):
-    """Write bytes to a temporary file, flush it to disk, rename: a kill leaves the old file or the new one, never half a file."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def saved(save, *content, **named):
-    """The bytes that a function like torch.save writes; the disk's own errors then come from `write_atomically`."""
-    buffer = io.BytesIO()
-    save(*content, buffer) if content else save(buffer, **named)
-    return buffer.getvalue()
-
-
-def load_checkpoint(path, script):
-    """The checkpoint of a run directory or file, written by `script`; whatever is wrong with it gets one line."""
-    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:  # torch.load does not check the sums
-                raise zipfile.BadZipFile
-        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, or a checkpoint") from None
-    except Exception as error:
-        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); restore it or start again elsewhere") from None
-    if not isinstance(checkpoint, dict) or checkpoint.get("script") != script or not isinstance(checkpoint.get("args"), dict):
-        raise UsageError(f"{path} is not a checkpoint of {script}; choose another")
-    networks = checkpoint.get("networks", {})
-    if not networks or not all(torch.isfinite(value).all() for value in networks.values()):
-        raise UsageError(f"{path} holds no networks, or weights that are not finite; restore it or start again elsewhere")
-    return checkpoint
-
-
-def load_state(path, load):
-    """Runs load(), which puts a checkpoint's parts into place; parts that are missing or do not fit get one line."""
-    try:
-        load()
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{path} does not fit this version of the script or this environment ({type(error).__name__})") from None
-
-
-@contextmanager
-def run_directory(args, env, variant, script, may_change=()):
-    """(directory, checkpoint to continue or None): created, locked against a second process, and checked before anything is written."""
-    if args.run_dir == "":
-        raise UsageError("--run-dir is empty; name a directory or drop it")
-    run_dir = Path(args.run_dir or f"runs/{script}/{env.name}/{variant}/seed{args.seed}")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock, owner = filelock.FileLock(run_dir / ".lock"), run_dir / ".pid"
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout:
-        raise UsageError(f"{run_dir} is in use by process {owner.read_text()}; wait for it or choose another --run-dir") from None
-    with lock:
-        owner.write_text(str(os.getpid()))
-        present = [name for name in ("checkpoint.pt", "metrics.csv", "args.json") if (run_dir / name).exists()]
-        if present and not args.resume:
-            raise UsageError(f"{run_dir} holds a run already ({present[0]}); add --resume to continue it or choose another --run-dir")
-        checkpoint = load_checkpoint(run_dir, script) if "checkpoint.pt" in present else None
-        identity = {key: value for key, value in asdict(args).items() if key not in (*FREE, *may_change)} | {"env": env.name}
-        if checkpoint is not None:
-            there = {key: value for key, value in checkpoint["args"].items() if key not in (*FREE, *may_change)} | {"env": checkpoint["env_name"]}
-            other = [f"{key} {there.get(key)!r} there, {value!r} here" for key, value in identity.items() if there.get(key) != value]
-            if other:
-                raise UsageError(f"{run_dir} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
-        print(f"writing to {run_dir}" + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
-        yield run_dir, checkpoint
-
-
-def write_args(args, env, variant, script, run_dir):
-    """args.json: the resolved arguments, versions and the commit."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
-    content = asdict(args) | {"script": script, "variant": variant, "env_name": env.name, "versions": versions, "commit": commit}
-    write_atomically(run_dir / "args.json", json.dumps(content, indent=2).encode())
-
-
-def as_tensors(tree):
-    """Numpy arrays in a tree of dicts as tensors, so that a checkpoint loads with weights_only=True."""
-    if isinstance(tree, dict):
-        return {key: as_tensors(value) for key, value in tree.items()}
-    return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
-
-
-def write_rows(path, rows):
-    """metrics.csv anew from rows of numbers; a quantity that did not occur between two log points is left empty there."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [["" if key not in row else str(row[key]) if isinstance(row[key], int) else format(row[key], ".6g") for key in columns]
-             for row in rows]
-    write_atomically(path, ("\n".join(map(",".join, [columns, *cells])) + "\n").encode())
-
-
-def add_to_sums(sums, info, number):
-    """Means over the updates between two rows; a value that is not finite ends the run, its last checkpoint stays."""
-    for key, value in info.items():
-        if not math.isfinite(value):
-            raise UsageError(f"update {number}: {key} is {float(value)}; the last checkpoint is intact, try a smaller --learning-rate")
-        total, count = sums.get(key, (0.0, 0))
-        sums[key] = (total + float(value), count + 1)
-
-
-def tensorboard_writer(args, run_dir):
-    """torch's SummaryWriter with --tensorboard, otherwise None."""
-    if not args.tensorboard:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError("--tensorboard needs the package tensorboard; pip install tensorboard, or drop the flag") from None
-    return SummaryWriter(run_dir)
-
-
 # ------------------------------------------------------------------------------------------------------------- training
 def load(path, num_envs=1, seed=0):
     """(args, env, networks, omega) of a run directory or checkpoint: phi and the skills, ready to use."""
-    checkpoint = load_checkpoint(path, "tatc")
+    checkpoint = gridworld.load_checkpoint(path, ("tatc",))
     args = Args(**checkpoint["args"])
     env = make_env(args.env, num_envs, seed)
     networks = make_networks(args, env)
-    load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
+    gridworld.load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
     return args, env, networks, make_directions(args)
 
 
@@ -645,8 +488,8 @@ def train(args):
     resolve(plain, env)
     resolve(base, env)
     base.policy_update = plain.policy_update
-    variant = variant_name(args, base)
-    with run_directory(args, env, variant, "tatc", () if args.anneal else ("updates",)) as (run_dir, checkpoint), \
+    variant = gridworld.variant_name(args, base)
+    with gridworld.run_directory(args, env, variant, "tatc", () if args.anneal else ("updates",)) as (run_dir, checkpoint), \
             gridworld.stop_requests() as stop:
         torch.manual_seed(args.seed)
         rng = np.random.default_rng(args.seed)
@@ -666,19 +509,18 @@ def train(args):
             run.update({key: checkpoint[key] for key in run})
 
         if checkpoint is not None:
-            load_state(run_dir, restore)
+            gridworld.load_state(run_dir, restore)
         recent = deque(run["recent"], maxlen=args.phi_memory)
-        write_args(args, env, variant, "tatc", run_dir)
-        writer = tensorboard_writer(args, run_dir)
+        gridworld.write_args(args, env, variant, "tatc", run_dir)
+        writer = gridworld.tensorboard_writer(args, run_dir)
         steps_per_update = args.skills_per_update * args.skill_length * args.num_envs
         print(f"{env.name}, {variant}: K {args.episode_length}, c {args.skill_length}, p_r {args.reset_prob}, p_rw "
               f"{args.random_walk_prob}, N {args.num_envs}; {args.updates} updates of {steps_per_update} steps")
 
         def save():
-            content = run | {"script": "tatc", "variant": variant, "env_name": env.name, "args": asdict(args), "recent": list(recent),
-                             "networks": networks.state_dict(), "env": as_tensors(env.get_state()), "rng": rng.bit_generator.state,
-                             "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}}
-            write_atomically(run_dir / "checkpoint.pt", saved(torch.save, content))
+            gridworld.save_checkpoint(run_dir, "tatc", variant, env, args, run | {
+                "recent": list(recent), "networks": networks.state_dict(), "env": gridworld.as_tensors(env.get_state()),
+                "rng": rng.bit_generator.state, "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}})
 
         cell_distance = getattr(env, "cell_distance", None)
         far_cells = None if cell_distance is None else cell_distance >= np.quantile(cell_distance, 0.8)
@@ -707,54 +549,31 @@ def train(args):
             info |= {"rollout/random_walks": run["random_walk"].float().mean(), "rollout/fallen": env.fallen().mean()}
             if far_cells is not None:
                 info["eval/far"] = far_cells[cells].mean()
-            add_to_sums(run["sums"], info, number)
+            gridworld.add_to_sums(run["sums"], info, number)
             run["update"], run["seconds"] = number, time.perf_counter() - begin
             if number in stages:
                 run["snapshots"][number] = torch.as_tensor(representation(networks, env))
             if number % args.log_every == 0 or number == args.updates:
                 row = {"update": number, "env_steps": number * steps_per_update, "seconds": run["seconds"]}
-                row |= {key: total / count for key, (total, count) in sorted(run["sums"].items())}
-                row |= rank_correlation(representation(networks, env), env)
+                row |= gridworld.means(run["sums"])
+                row |= gridworld.rank_correlation(representation(networks, env), env)
                 row |= {"eval/coverage": run["visited"].float().mean(), "eval/coverage_total": run["ever"].float().mean()}
                 if cell_distance is not None:
                     row["rollout/reached"] = cell_distance[run["visited"]].max()
                 if hasattr(env, "diverged"):
                     row["rollout/diverged"] = env.diverged
-                row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
                 if not row["eval/extent"] > 0.01:
                     bar.write(f"warning: at update {number} phi has collapsed, its extent is {row['eval/extent']:.3g}")
-                run["rows"].append(row)
-                write_rows(run_dir / "metrics.csv", run["rows"])
-                for key, value in row.items() if writer else ():
-                    writer.add_scalar(key, value, row["env_steps"])
-                shown = [key for key in ("spearman_all", "spearman_s0", "coverage", "far") if f"eval/{key}" in row]
-                bar.set_postfix({key: format(row[f"eval/{key}"], ".2f") for key in shown})
-                run["sums"] = {}
+                gridworld.log_row(run, row, run_dir, bar, writer, ("spearman_all", "spearman_s0", "coverage", "far"))
                 run["visited"][:] = False
             if number % args.checkpoint_every == 0 or number == args.updates or stop:
                 save()
             if stop and number < args.updates:
                 raise KeyboardInterrupt
-        finish(args, env, networks, omega, run, run_dir)
-
-
-def finish(args, env, networks, omega, run, run_dir):
-    """phi.npz, the pictures, and the last numbers."""
-    phi, rows = representation(networks, env), run["rows"]
-    snapshots = {update: array.numpy() for update, array in run["snapshots"].items()}
-    arrays = dict(xy=env.truth_xy, phi=phi, start=env.start_index, stages=list(snapshots), snapshots=list(snapshots.values()))
-    if env.distance is not None:
-        arrays["distance"] = env.distance[env.start_index]
-    write_atomically(run_dir / "phi.npz", saved(np.savez_compressed, **arrays))
-    scores = ", ".join(f"{key.split('/')[1]} {value:.3f}" for key, value in rows[-1].items() if key.startswith("eval/"))
-    gridworld.draw_representation(run_dir / "representation.png", env, phi, scores)
-    gridworld.draw_progress(run_dir / "progress.png", env, snapshots)
-    gridworld.draw_curves(run_dir / "curves.png", {args.env: [rows]})
-    if hasattr(env, "draw_skills"):
-        env.draw_skills(run_dir / "skills.png", partial(skill_policy, networks["pi_low"], omega, env.action_shape), omega.numpy(),
-                        args.skill_length)
-    print(f"{scores}\n{rows[-1]['env_steps'] / run['seconds']:,.0f} environment steps per second, {run['seconds'] / 60:.1f} minutes")
-    print("pictures: " + ", ".join(sorted(str(path) for path in run_dir.glob("*.png"))))
+        if hasattr(env, "draw_skills"):
+            policy = partial(skill_policy, networks["pi_low"], omega, env.action_shape)
+            env.draw_skills(run_dir / "skills.png", policy, omega.numpy(), args.skill_length)
+        gridworld.write_representation(run_dir, env, representation(networks, env), run, args.env)
 
 
 if __name__ == "__main__":
