@@ -1,25 +1,28 @@
-"""AntMaze-1, AntMaze-2, AntMaze-Large and any maze text file: batched MuJoCo ants for TATC (UAI 2022, Section 5.2, Appendix C.2).
+"""AntMaze-1, AntMaze-2, AntMaze-Large and any maze text file: batched MuJoCo ants for TATC
+(UAI 2022, Section 5.2, Appendix C.2).
 
     python antmaze.py                                  # checks the mazes and draws one
     python antmaze.py --render ant.gif                 # a film of a random ant
-    python antmaze.py --benchmark --results-dir out    # speed against bare MuJoCo and other ants (half a minute)
+    python antmaze.py --benchmark --results-dir out    # speed against bare MuJoCo and other ants (30 seconds)
     python antmaze.py --physics --results-dir out      # the table below (ten minutes)
 
-The ant has Gymnasium's dimensions, masses and joint ranges, and its motors in the order of its joints (hip and ankle of each
-leg). The paper gives neither torque nor time step. We take torque 30 and dt 0.1 = 5 steps of 0.02, as HIRO and D4RL do. 256 ants
-in AntMaze-1, 500 random index actions from s0 (results/antmaze_physics.csv):
+The ant has Gymnasium's dimensions, masses and joint ranges, and its motors in the order of its joints (hip
+and ankle of each leg). The paper gives neither torque nor time step. We take torque 30 and dt 0.1 = 5 steps
+of 0.02, as HIRO and D4RL do. 256 ants in AntMaze-1, 500 random index actions
+from s0 (results/antmaze_physics.csv):
 
-    torque  integrator    steps       contact time  distance       on their back  out of the start block
-    30      implicitfast  5 x 0.02    0.06          1.22 +- 0.05     6 %          16 %   chosen
-    30      RK4           20 x 0.005  0.06          1.23 +- 0.06     3 %          17 %   reference
-    30      RK4           5 x 0.02    0.04          1.13 +- 0.05     4 %          12 %   D4RL's settings
-    30      implicitfast  5 x 0.02    0.04          1.24 +- 0.05    10 %          15 %
-    30      implicitfast  5 x 0.01    0.06          0.85 +- 0.03     0 %           2 %   hardly leaves its block
-    75      implicitfast  5 x 0.02    0.06          1.38 +- 0.08   100 %          17 %   lives on its back
-    150     RK4           5 x 0.01    0.02          1.55 +- 0.08   100 %          25 %   Gymnasium's settings
+    torque  integrator    steps       contact time  distance      on their back  out of the start block
+    30      implicitfast  5 x 0.02    0.06          1.22 +- 0.05    6 %          16 %  chosen
+    30      RK4           20 x 0.005  0.06          1.23 +- 0.06    3 %          17 %  reference
+    30      RK4           5 x 0.02    0.04          1.13 +- 0.05    4 %          12 %  D4RL's settings
+    30      implicitfast  5 x 0.02    0.04          1.24 +- 0.05   10 %          15 %
+    30      implicitfast  5 x 0.01    0.06          0.85 +- 0.03    0 %           2 %  hardly leaves its block
+    75      implicitfast  5 x 0.02    0.06          1.38 +- 0.08  100 %          17 %  lives on its back
+    150     RK4           5 x 0.01    0.02          1.55 +- 0.08  100 %          25 %  Gymnasium's settings
 
-Contact time is MuJoCo's solref, which is never below two time steps. 0.06 for contacts and 0.04 for joint limits were picked for
-few flips among six pairs on another seed. Fewer, longer steps are up to 1.7 times as fast and flip up to twice as many ants.
+Contact time is MuJoCo's solref, which is never below two time steps. 0.06 for contacts and 0.04 for joint
+limits were picked for few flips among six pairs on another seed. Fewer, longer steps are up to 1.7 times as
+fast and flip up to twice as many ants.
 """
 import csv
 import ctypes.util
@@ -44,7 +47,7 @@ from PIL import Image
 import gridworld
 from gridworld import UsageError
 
-# MuJoCo chooses its OpenGL when imported. Without a display only EGL can draw; naming a missing one breaks the import.
+# MuJoCo chooses its OpenGL on import. Without a display only EGL can draw; naming a missing one breaks it.
 if not os.environ.get("DISPLAY") and ctypes.util.find_library("EGL"):
     os.environ.setdefault("MUJOCO_GL", "egl")
 import mujoco  # noqa: E402
@@ -88,9 +91,9 @@ RESET_POSE = np.array([0, 0, 0.55, 1, 0, 0, 0, 0, 1, 0, -1, 0, -1, 0, 1] + [0] *
 LEGS = ((1, 1), (-1, 1), (-1, -1), (1, -1))
 
 
-# -------------------------------------------------------------------------------------------------- the ant and its maze
+# --------------------------------------------------------------------------------------- the ant and its maze
 def wall_boxes(free):
-    """Rectangles of blocks (top, bottom, left, right; ends excluded) that cover all walls of free [H, W], greedily."""
+    """Greedy rectangles of blocks (top, bottom, left, right; ends excluded) over all walls of free [H, W]."""
     open_walls, boxes = ~free, []
     while open_walls.any():
         top, left = np.argwhere(open_walls)[0]
@@ -104,15 +107,17 @@ def wall_boxes(free):
     return boxes
 
 
-def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30.0, contact_time=0.06, plain=False):
+def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30.0, contact_time=0.06,
+                plain=False):
     """The ant in a maze -> MjModel; free [H, W] bool, start (row, column) is the block around xy = (0, 0).
 
-    The fast model and the plain one (each wall block a low box, contacts found by MuJoCo; what is rendered) hold the same ant
-    and the same walls:
+    The fast model and the plain one (each wall block a low box, contacts found by MuJoCo; what is rendered)
+    hold the same ant and the same walls:
     - Four planes bound the free blocks, boxes 4 high fill what is wall inside: no ant can jump out.
     - The hip stubs belong to the torso's body, as fusing static bodies would have it.
-    - Contacts are explicit pairs with the margin and friction that MuJoCo would derive from the geoms. The hip stubs
-      have none: torso and thighs enclose them but for a notch of 0.01, and their pairs would cost 10% more time.
+    - Contacts are explicit pairs with the margin and friction that MuJoCo would derive from the geoms. The
+      hip stubs have none: torso and thighs enclose them but for a notch of 0.01, and their pairs would cost
+      10% more time.
     """
     rows, columns = np.nonzero(free)
     if plain:
@@ -126,8 +131,10 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
     east, south = west + free.shape[1] * BLOCK, north - free.shape[0] * BLOCK
     walls, planes = "", ["floor"]
     if not plain:
-        for x, y, axis in ((west, 0, "1 0 0"), (east, 0, "-1 0 0"), (0, south, "0 1 0"), (0, north, "0 -1 0")):
-            walls += f'<geom name="plane{len(planes)}" type="plane" pos="{x} {y} 0" zaxis="{axis}" size="1 1 1"/>'
+        for x, y, axis in ((west, 0, "1 0 0"), (east, 0, "-1 0 0"),
+                           (0, south, "0 1 0"), (0, north, "0 -1 0")):
+            walls += (f'<geom name="plane{len(planes)}" type="plane" pos="{x} {y} 0" zaxis="{axis}" '
+                      'size="1 1 1"/>')
             planes.append(f"plane{len(planes)}")
     for i, (top, bottom, left, right) in enumerate(boxes):
         walls += (f'<geom name="box{i}" type="box" pos="{west + (left + right) / 2 * BLOCK} '
@@ -148,12 +155,14 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
         legs += f"<body>{stub}{leg}</body>" if plain else stub + leg
         motors += f'<motor joint="hip{i}"/><motor joint="ankle{i}"/>'
     pairs = "" if plain else "".join(
-        f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02" solref="{contact_time} 1"/>'
+        f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02" '
+        f'solref="{contact_time} 1"/>'
         for solid in planes + [f"box{i}" for i in range(len(boxes))]
         for part in ["torso"] + [f"{name}{i}" for name in ("thigh", "shin") for i in range(4)])
     look = """
       <asset><texture name="sky" type="skybox" builtin="flat" rgb1="1 1 1" width="8" height="8"/>
-        <texture name="tiles" type="2d" builtin="checker" rgb1=".86 .88 .9" rgb2=".78 .8 .84" width="64" height="64"/>
+        <texture name="tiles" type="2d" builtin="checker" rgb1=".86 .88 .9" rgb2=".78 .8 .84"
+          width="64" height="64"/>
         <material name="tiles" texture="tiles" texrepeat="1 1" texuniform="true"/></asset>
       <visual><headlight ambient=".45 .45 .45" diffuse=".5 .5 .5" specular="0 0 0"/>
         <global offwidth="1280" offheight="1280"/></visual>""" if plain else ""
@@ -185,32 +194,33 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
 
 
 def on_back(states):
-    """states [..., 29] -> [...] bool: the torso's own up, 1 - 2 (x^2 + y^2) of its quaternion, points down."""
+    """states [..., 29] -> [...] bool: the torso's up, 1 - 2 (x^2 + y^2) of its quaternion, points down."""
     return states[..., 4] ** 2 + states[..., 5] ** 2 > 0.5
 
 
-# ------------------------------------------------------------------------------------------------------------- the batch
+# -------------------------------------------------------------------------------------------------- the batch
 class AntMazeVec(gymnasium.vector.VectorEnv):
     """N ants in lock-step, each alone in its own copy of the maze.
 
-    Training loops use `obs`, `move` and `place` (no episodes); Gymnasium's `reset` and `step` add the goal task:
-    reward 1 and termination within GOAL_RADIUS of the goal, truncation after max_episode_steps, and NEXT_STEP
-    autoreset (the step after an episode's end ignores its action and returns the first observation of the next).
-    Results do not depend on num_threads.
+    Training loops use `obs`, `move` and `place` (no episodes); Gymnasium's `reset` and `step` add the goal
+    task: reward 1 and termination within GOAL_RADIUS of the goal, truncation after max_episode_steps, and
+    NEXT_STEP autoreset (the step after an episode's end ignores its action and returns the first observation
+    of the next). Results do not depend on num_threads.
     """
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
     obs_size = 29
     action_shape = (8, 5)
-    # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block, height,
-    # quaternion and joint angles as they are, velocities to order 1.
+    # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block,
+    # height, quaternion and joint angles as they are, velocities to order 1.
     obs_scale = np.array([0.6 / BLOCK] * 2 + [1] * 13 + [0.5] * 3 + [0.3] * 3 + [0.2] * 8, np.float32)
-    # D6: a representation sees x, y at four times that scale and the rest at a fiftieth of it. Where the ant is counts most,
-    # and corridors side by side in the plane have to come apart.
+    # D6: a representation sees x, y at four times that scale and the rest at a fiftieth of it. Where the ant
+    # is counts most, and corridors side by side in the plane have to come apart.
     phi_scale = obs_scale * np.array([4] * 2 + [0.02] * 27, np.float32)
 
-    def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False, max_episode_steps=1000,
-                 start="s0", render_mode=None):
-        for name, value in (("num_envs", num_envs), ("num_threads", num_threads), ("max_episode_steps", max_episode_steps)):
+    def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False,
+                 max_episode_steps=1000, start="s0", render_mode=None):
+        for name, value in (("num_envs", num_envs), ("num_threads", num_threads),
+                            ("max_episode_steps", max_episode_steps)):
             if value != math.inf and (not isinstance(value, (int, np.integer)) or not 1 <= value < 2**20):
                 raise UsageError(f"{name} must be an integer from 1 to {2**20}, got {value!r}")
         if start not in ("s0", "uniform"):
@@ -223,12 +233,12 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         self.name = name if maze in MAZES else f"ant-{name}"
         self.model = build_model(self.free, self.start_block)
         self._batch = mujoco.batch.Batch(self.model, self.num_envs, int(num_threads))
-        self._rows = self._batch.state  # time, qpos 15, qvel 14, warm start, ctrl ...: all that a step depends on
+        self._rows = self._batch.state  # time, qpos 15, qvel 14, warm start, ctrl ...: all a step depends on
         self._physics = self._rows[:, 1:30]
         self._ctrl = self._batch.bind("ctrl")
         self._warnings = self._batch.warning[:, :, 1]
         self._measure_maze(goal)
-        # Beyond these bounds an ant has left the maze or its physics has diverged; NaN fails the comparison too.
+        # Beyond these bounds an ant has left the maze or its physics diverged; NaN fails the comparison too.
         low, high = np.full(29, -1000.0), np.full(29, 1000.0)
         low[:3] = self.corner[0], self.corner[1] - self.free.shape[0] * BLOCK, -0.5
         high[:3] = self.corner[0] + self.free.shape[1] * BLOCK, self.corner[1], 3.5
@@ -238,13 +248,14 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float32)
         self.single_action_space = (gymnasium.spaces.MultiDiscrete([5] * 8) if discrete
                                     else gymnasium.spaces.Box(-1.0, 1.0, (8,), np.float32))
-        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        self.observation_space = gymnasium.vector.utils.batch_space(
+            self.single_observation_space, self.num_envs)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, self.num_envs)
         self.reset(seed=seed)
 
-    # ------------------------------------------------------------------------------------------------------ ground truth
+    # ------------------------------------------------------------------------------------------- ground truth
     def _measure_maze(self, goal):
-        """Positions, cells and geodesic distances from the blocks; coordinates are (x, y), y up, s0 = (0, 0)."""
+        """Positions, cells and geodesic distances from the blocks; coordinates (x, y), y up, s0 = (0, 0)."""
         row, column = self.start_block
         self.corner = np.array([-(column + 0.5) * BLOCK, (row + 0.5) * BLOCK])  # top left
         self.goal_xy = None if goal is None else np.array([goal[1] - column, row - goal[0]]) * BLOCK
@@ -256,7 +267,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             padded = np.pad(squares, 1)
             return padded[1:, 1:] & padded[1:, :-1] & padded[:-1, 1:] & padded[:-1, :-1]
 
-        # Geodesic graph: points 0.5 apart, at least 0.5 from any wall (an ant's torso comes no closer than 0.25).
+        # Geodesic graph: points 0.5 apart, at least 0.5 from any wall (a torso comes no closer than 0.25).
         nodes = corners(split(2 * BLOCK))
         index = np.where(nodes, np.cumsum(nodes).reshape(nodes.shape) - 1, -1)
         edges = []
@@ -264,9 +275,10 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             here = np.argwhere(nodes[:-1, 1:-1]) + (0, 1)  # the rim is never free
             there = here + (down, right)
             both = nodes[tuple(there.T)]
-            both &= nodes[here[:, 0], there[:, 1]] & nodes[there[:, 0], here[:, 1]]  # a diagonal cuts no corner
+            both &= nodes[here[:, 0], there[:, 1]] & nodes[there[:, 0], here[:, 1]]  # diagonals cut no corner
             here, there = here[both], there[both]
-            edges.append((index[tuple(here.T)], index[tuple(there.T)], np.full(len(here), 0.5 * np.hypot(down, right))))
+            edges.append((index[tuple(here.T)], index[tuple(there.T)],
+                          np.full(len(here), 0.5 * np.hypot(down, right))))
         source, target, length = (np.concatenate(part) for part in zip(*edges))
         self._graph = scipy.sparse.csr_matrix((length, (source, target)), shape=(nodes.sum(),) * 2)
         nearest = scipy.ndimage.distance_transform_edt(~nodes, return_distances=False, return_indices=True)
@@ -280,10 +292,11 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         self.truth_obs[:, :2] = self.truth_xy
         truth_nodes = self._nearest_node(self.truth_xy)
         self.distance = np.concatenate([
-            scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=part)[:, truth_nodes].astype(np.float32)
-            for part in np.array_split(truth_nodes, -(-len(truth_nodes) // 500))])
+            scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=part)[:, truth_nodes]
+            .astype(np.float32) for part in np.array_split(truth_nodes, -(-len(truth_nodes) // 500))])
         self.start_index = int(np.linalg.norm(self.truth_xy, axis=1).argmin())
-        self.goal_index = None if goal is None else int(np.linalg.norm(self.truth_xy - self.goal_xy, axis=1).argmin())
+        self.goal_index = (None if goal is None
+                           else int(np.linalg.norm(self.truth_xy - self.goal_xy, axis=1).argmin()))
 
         cells = split(BLOCK)
         self.num_cells = int(cells.sum())
@@ -291,7 +304,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         nearest = scipy.ndimage.distance_transform_edt(~cells, return_distances=False, return_indices=True)
         self._cell = (np.cumsum(cells).reshape(cells.shape) - 1)[tuple(nearest)]
         self.cell_distance = self.geodesic(self.cell_xy, np.zeros(2))
-        # Free-space sampler: quarter-unit squares at least 1 from any wall, where no pose of the reset touches one.
+        # Free-space sampler: quarter-unit squares at least 1 from any wall, where no reset pose touches one.
         squares = scipy.ndimage.binary_erosion(split(4 * BLOCK), np.ones((3, 3)), iterations=4)
         self._squares = self.corner + np.argwhere(squares)[:, ::-1] * (0.25, -0.25)
 
@@ -300,34 +313,36 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         return self._node[row.clip(0, self._node.shape[0] - 1), column.clip(0, self._node.shape[1] - 1)]
 
     def geodesic(self, xy_a, xy_b):
-        """Shortest way between positions xy_a [n, 2] and xy_b [2] -> [n] float32, both rounded to the 0.5 grid."""
+        """Shortest way between xy_a [n, 2] and xy_b [2] -> [n] float32, both rounded to the 0.5 grid."""
         node = int(self._nearest_node(np.reshape(xy_b, (1, 2)))[0])
         if node not in self._from_node:
             self._from_node[node] = scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=node)
         return self._from_node[node][self._nearest_node(xy_a)].astype(np.float32)
 
     def laplacian_eigenvectors(self, count):
-        """The `count` smallest eigenvalues [count] of the maze's Laplacian and its eigenfunctions at the truth states [S, count].
+        """The `count` smallest eigenvalues [count] of the maze's Laplacian and its eigenfunctions at the
+        truth states [S, count].
 
-        The Laplacian is that of the 0.5-unit graph's horizontal and vertical edges: diffusion that walls reflect.
+        The Laplacian has the 0.5-unit graph's horizontal and vertical edges: diffusion that walls reflect.
         """
         edges = self._graph.copy()
         edges.data = (edges.data < 0.6).astype(float)
         laplacian = scipy.sparse.csgraph.laplacian(edges + edges.T)
-        values, vectors = scipy.sparse.linalg.eigsh(laplacian.tocsc(), count, sigma=-1e-6, v0=np.ones(laplacian.shape[0]))
+        values, vectors = scipy.sparse.linalg.eigsh(
+            laplacian.tocsc(), count, sigma=-1e-6, v0=np.ones(laplacian.shape[0]))
         order = np.argsort(values)
         return values[order], vectors[self._nearest_node(self.truth_xy)][:, order]
 
     def cell(self, obs):
-        """The 1x1 cell that holds each position; obs [n, >= 2] -> [n] int, walls count as the nearest free cell."""
+        """The 1x1 cell of each position; obs [n, >= 2] -> [n] int, walls count as the nearest free cell."""
         column, row = np.floor((np.asarray(obs)[:, :2] - self.corner) * (1, -1)).astype(int).T
         return self._cell[row.clip(0, self._cell.shape[0] - 1), column.clip(0, self._cell.shape[1] - 1)]
 
-    # ---------------------------------------------------------------------------------------------------- plain dynamics
+    # ----------------------------------------------------------------------------------------- plain dynamics
     def move(self, actions):
-        """One step of all ants: actions int [N, 8] in 0..4 or float [N, 8] in [-1, 1] (clipped) -> obs [N, 29].
+        """One step of all ants: actions [N, 8], int in 0..4 or float in [-1, 1] (clipped) -> obs [N, 29].
 
-        No autoreset, but an ant whose physics diverged goes back to s0, is marked in last_diverged and counted.
+        No autoreset, but an ant whose physics diverged goes back to s0, marked in last_diverged and counted.
         """
         actions = np.asarray(actions)
         if actions.shape != (self.num_envs, 8):
@@ -365,7 +380,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         return self.obs
 
     def place(self, mask, where):
-        """Puts the ants of mask [N] bool at "s0" or "uniform" free positions (with noise), or in states [n, 29]."""
+        """Puts ants of mask [N] bool at "s0" or "uniform" positions (with noise), or in states [n, 29]."""
         mask = np.asarray(mask)
         if mask.shape != (self.num_envs,) or mask.dtype != bool:
             raise UsageError(f"mask must be bool of shape ({self.num_envs},), got {mask.dtype} {mask.shape}")
@@ -409,14 +424,15 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         """Continues bit for bit from get_state(); arrays may have become torch tensors."""
         rows = np.asarray(state["rows"])
         if rows.shape != self._rows.shape:
-            raise UsageError(f"the stored state has rows of shape {rows.shape}, not {self._rows.shape}; same num_envs?")
+            raise UsageError(f"the stored state has rows of shape {rows.shape}, not {self._rows.shape}; "
+                             "same num_envs?")
         self._rows[:] = rows
         self._steps, self._done = np.asarray(state["steps"]).copy(), np.asarray(state["done"]).copy()
         self.diverged, self.last_diverged = int(state["diverged"]), np.asarray(state["last_diverged"]).copy()
         self.np_random.bit_generator.state = state["rng"]
         self.obs = self._physics.astype(np.float32)
 
-    # --------------------------------------------------------------------------------------------------------- Gymnasium
+    # ---------------------------------------------------------------------------------------------- Gymnasium
     def reset(self, *, seed=None, options=None):
         """Options: {"start": "s0", "uniform" or states [N, 29]}."""
         if seed is not None and (not isinstance(seed, (int, np.integer)) or seed < 0):
@@ -427,7 +443,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         return self.obs, {}
 
     def step(self, actions):
-        """-> obs [N, 29], reward [N], terminated [N], truncated [N], info with is_success and diverged [N]."""
+        """-> obs [N, 29], reward [N], terminated [N], truncated [N], info: is_success and diverged [N]."""
         fresh = self._done
         self.move(actions)
         if fresh.any():
@@ -440,7 +456,8 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         truncated = ((self._steps >= self.max_episode_steps) | self.last_diverged) & ~fresh
         self._done = reached | truncated
         every = np.ones(self.num_envs, bool)
-        info = {"is_success": reached.copy(), "_is_success": every, "diverged": self.last_diverged, "_diverged": every}
+        info = {"is_success": reached.copy(), "_is_success": every,
+                "diverged": self.last_diverged, "_diverged": every}
         return self.obs, reached.astype(np.float64), reached, truncated, info
 
     def render(self):
@@ -470,9 +487,9 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             self._renderer.close()
             self._renderer = None
 
-    # ----------------------------------------------------------------------------------------------------------- drawing
+    # ------------------------------------------------------------------------------------------------ drawing
     def draw(self, ax, values=None):
-        """The maze from above: walls grey, s0 red, the goal's radius green; `values` [S] as colours (default: distance)."""
+        """The maze from above: walls grey, s0 red, goal green; `values` [S] as colours (default distance)."""
         left, top = self.corner
         ax.imshow(~self.free, cmap="Greys", vmin=0, vmax=1.6, zorder=0, interpolation="nearest", extent=(
             left, left + self.free.shape[1] * BLOCK, top - self.free.shape[0] * BLOCK, top))
@@ -486,7 +503,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         ax.set(aspect="equal", xticks=[], yticks=[])
 
     def draw_skills(self, path, policy, omega, steps):
-        """Traces of each skill from 12 places, `steps` long; policy(obs [n, 29], skill [n]) -> probabilities [n, 8, 5]."""
+        """`steps` of each skill from 12 places; policy(obs [n, 29], skill [n]) -> probabilities [n, 8, 5]."""
         order = np.argsort(self.distance[self.start_index], kind="stable")
         starts = self.truth_obs[order[np.linspace(0, len(order) - 1, 12).astype(int)]]
         traces = self.skill_traces(policy, len(omega), starts, steps)
@@ -499,7 +516,8 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
                 ax.plot(*xy.T, color="tab:blue", lw=1)
                 ax.plot(*xy[-1], "o", color="tab:orange", ms=3)
             ax.set_title(f"delta = ({delta[0]:.2f}, {delta[1]:.2f})", fontsize=9)
-        figure.suptitle(f"{steps} steps of each skill from 12 places in the reset pose; orange: where they end", fontsize=9)
+        figure.suptitle(f"{steps} steps of each skill from 12 places in the reset pose; "
+                        "orange: where they end", fontsize=9)
         figure.savefig(path, dpi=110)
 
     def skill_traces(self, policy, count, starts, steps):
@@ -516,7 +534,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
 
 
 class AntMazeEnv(gymnasium.Env):
-    """One ant, without a time limit of its own: gymnasium.make adds it. Arguments as AntMazeVec without num_envs."""
+    """One ant without a time limit: gymnasium.make adds it. Arguments as AntMazeVec without num_envs."""
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
 
     def __init__(self, maze="antmaze1", render_mode=None, **kwargs):
@@ -547,13 +565,14 @@ class AntMazeEnv(gymnasium.Env):
 
 
 for _id, _maze in (("AntMaze1", "antmaze1"), ("AntMaze2", "antmaze2"), ("AntMazeLarge", "antmaze-large")):
-    gymnasium.register(f"TATC/{_id}-v0", entry_point=AntMazeEnv, vector_entry_point=AntMazeVec, max_episode_steps=1000,
-                       kwargs={"maze": _maze})
+    gymnasium.register(f"TATC/{_id}-v0", entry_point=AntMazeEnv, vector_entry_point=AntMazeVec,
+                       max_episode_steps=1000, kwargs={"maze": _maze})
 
 
-# ---------------------------------------------------------------------------------------- every environment by its name
-CONTRACT = ("num_envs", "obs", "action_shape", "obs_size", "obs_scale", "phi_scale", "move", "place", "fallen", "get_state",
-            "set_state", "truth_obs", "truth_xy", "distance", "start_index", "cell", "num_cells")
+# ------------------------------------------------------------------------------ every environment by its name
+CONTRACT = (
+    "num_envs", "obs", "action_shape", "obs_size", "obs_scale", "phi_scale", "move", "place", "fallen",
+    "get_state", "set_state", "truth_obs", "truth_xy", "distance", "start_index", "cell", "num_cells")
 
 
 def make(name, num_envs, seed, **kwargs):
@@ -562,7 +581,7 @@ def make(name, num_envs, seed, **kwargs):
 
 
 def make_env(name, num_envs, seed):
-    """--env of every script: a built-in maze, a maze text file, ant:FILE for ants in it, FILE.py:FUNCTION for your own."""
+    """--env of all scripts: a built-in maze, a text file, ant:FILE for ants in it, your FILE.py:FUNCTION."""
     if name in MAZES or name.startswith("ant:"):
         return make(name.removeprefix("ant:"), num_envs, seed)
     if ".py:" in name:
@@ -574,16 +593,18 @@ def make_env(name, num_envs, seed):
         env = found[function](num_envs, seed)
         missing = [attribute for attribute in CONTRACT if not hasattr(env, attribute)]
         if missing:
-            raise UsageError(f"the environment of {name} lacks {', '.join(missing)} (README, \"Your own environment\")")
+            raise UsageError(f"the environment of {name} lacks {', '.join(missing)} "
+                             '(README, "Your own environment")')
         env.name = f"{function}-{gridworld.file_name(path, text)}"
         return env
     if name not in gridworld.MAZES and not Path(name).exists():
         known = ", ".join([*gridworld.MAZES, *MAZES])
-        raise UsageError(f"unknown env {name!r}: not one of {known}, and no file; also ant:FILE and FILE.py:FUNCTION")
+        raise UsageError(f"unknown env {name!r}: not one of {known}, and no file; "
+                         "also ant:FILE and FILE.py:FUNCTION")
     return gridworld.make(name, num_envs, seed)
 
 
-# ----------------------------------------------------------------------------------------------------- speed and physics
+# ------------------------------------------------------------------------------------------ speed and physics
 def bare_loop(model, num_ants, num_threads, seed, frame_skip=5):
     """mujoco.batch alone, from s0 with the usual noise -> (step(torques [N, 8]), states [N, 29])."""
     rng = np.random.default_rng(seed)
@@ -606,7 +627,8 @@ def contenders(maze, seed):
     for ants, threads in ((32, 1), (64, 1), (64, 2)):
         index = rng.integers(0, 5, (100, ants, 8))
         found["antmaze.py", ants, threads] = AntMazeVec(maze, ants, seed, threads).move, index
-        found["mujoco.batch, same model", ants, threads] = bare_loop(model, ants, threads, seed)[0], index / 2 - 1
+        found["mujoco.batch, same model", ants, threads] = (
+            bare_loop(model, ants, threads, seed)[0], index / 2 - 1)
 
     def sync(env_id, package="gymnasium"):
         gymnasium.register_envs(importlib.import_module(package))
@@ -614,13 +636,14 @@ def contenders(maze, seed):
 
     for name, build in (
             ("gymnasium Ant-v5, Sync (no maze)", lambda: sync("Ant-v5")),
-            ("gymnasium-robotics AntMaze_UMaze, Sync", lambda: sync("AntMaze_UMaze-v5", "gymnasium_robotics")),
+            ("gymnasium-robotics AntMaze_UMaze, Sync",
+             lambda: sync("AntMaze_UMaze-v5", "gymnasium_robotics")),
             ("envpool Ant-v5 (no maze)", lambda: importlib.import_module("envpool").make_gymnasium(
                 "Ant-v5", num_envs=32, num_threads=1, seed=seed))):
         try:
             envs = build()
             envs.reset()
-        except Exception as error:  # a peer that is absent or does not fit these versions must not stop the others
+        except Exception as error:  # a peer that is absent or of other versions must not stop the others
             print(f"{name}: skipped ({type(error).__name__}: {str(error).splitlines()[0]})")
         else:
             found[name, 32, 1] = envs.step, rng.uniform(-1, 1, (100, 32, 8)).astype(np.float32)
@@ -628,7 +651,8 @@ def contenders(maze, seed):
 
 
 def benchmark(maze, seed, rounds=7, seconds=0.3):
-    """Random actions, 5 physics steps each -> rows (method, metric, value): CPU and wall microseconds per env step of one ant.
+    """Random actions, 5 physics steps each -> rows (method, metric, value): CPU and wall microseconds per env
+    step of one ant.
 
     The contenders take turns, so that a busy machine slows all alike; the fastest round of each counts.
     """
@@ -667,7 +691,8 @@ def physics(maze, seed, num_ants=256):
         for torque in torques:
             step(torque)
         walked = np.linalg.norm(states[:, :2], axis=1)
-        rows += [(name, "distance_mean", walked.mean()), (name, "distance_stderr", walked.std() / num_ants**0.5),
+        rows += [(name, "distance_mean", walked.mean()),
+                 (name, "distance_stderr", walked.std() / num_ants**0.5),
                  (name, "on_back", on_back(states).mean()),
                  (name, "left_start_block", (np.abs(states[:, :2]).max(1) > BLOCK / 2).mean())]
     return rows
@@ -686,7 +711,7 @@ def render_film(path, maze, seed, frames=100):
         pictures[-1].save(path)
 
 
-# ------------------------------------------------------------------------------------------------------------------ main
+# ------------------------------------------------------------------------------------------------------- main
 @dataclass
 class Args:
     maze: str = "antmaze1"
@@ -709,8 +734,8 @@ def main(args):
     gridworld.check_ranges(args, {"seed": (0, 2**31)})
     env = AntMazeVec(args.maze, 8, args.seed, start="uniform")
     goal = "none" if env.goal_index is None else f"{env.distance[env.start_index, env.goal_index]:.1f} away"
-    print(f"{env.name}: {env.free.sum()} free blocks, {env.num_cells} cells, {len(env.truth_xy)} positional states, "
-          f"goal {goal}, furthest cell {env.cell_distance.max():.1f}")
+    print(f"{env.name}: {env.free.sum()} free blocks, {env.num_cells} cells, {len(env.truth_xy)} positional "
+          f"states, goal {goal}, furthest cell {env.cell_distance.max():.1f}")
     rng, figure = np.random.default_rng(args.seed), Figure(figsize=(5, 5), layout="constrained")
     traces = np.stack([env.move(rng.integers(0, 5, (8, 8)))[:, :2] for _ in range(500)], 1)
     ax = figure.subplots()
@@ -731,7 +756,8 @@ def main(args):
             Path(args.results_dir).mkdir(parents=True, exist_ok=True)
             with open(Path(args.results_dir) / f"{name}.csv", "w", newline="") as file:
                 head = ("experiment", "method", "env", "run_seed", "seed", "step", "metric", "value")
-                lines = [(name, method, env.name, args.seed, 0, 0, metric, f"{value:.4g}") for method, metric, value in rows]
+                lines = [(name, method, env.name, args.seed, 0, 0, metric, f"{value:.4g}")
+                         for method, metric, value in rows]
                 csv.writer(file, lineterminator="\n").writerows([head, *lines])
 
 

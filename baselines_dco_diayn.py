@@ -1,25 +1,31 @@
-"""DCO and DIAYN: the skills that TATC's are compared with (Erraqabi et al., UAI 2022, Section 5.2.3 and Appendix C.2.2).
+"""DCO and DIAYN: the skills that TATC's are compared with (UAI 2022, Section 5.2.3 and Appendix C.2.2).
 
-    python baselines_dco_diayn.py dco --env antmaze1      # deep covering options (Jinnai et al., ICLR 2020), with their DDPG; 50 minutes
-    python baselines_dco_diayn.py diayn --env antmaze1    # "Diversity is all you need" (Eysenbach et al., ICLR 2019), with its SAC; 40 minutes
+    python baselines_dco_diayn.py dco --env antmaze1      # 50 minutes
+    python baselines_dco_diayn.py diayn --env antmaze1    # 40 minutes
 
-Both also run on the gridworlds (--env 4rooms), in minutes. Each writes args.json, metrics.csv, checkpoint.pt, curves.png and skills.png
-to the run directory, DCO also phi.npz (phi [S, options] = f). `load` gives the trained skills of either.
+Deep covering options (Jinnai et al., ICLR 2020) with their DDPG, and "Diversity is all you need" (Eysenbach
+et al., ICLR 2019) with its SAC. Both also run on the gridworlds (--env 4rooms), in minutes. Each writes
+args.json, metrics.csv, checkpoint.pt, curves.png and skills.png to the run directory, DCO also phi.npz
+(phi [S, options] = f). `load` gives the trained skills of either.
 
-Sources: f as Wu et al. (ICLR 2019), DDPG as Lillicrap et al. (ICLR 2016), percentile 30 as Jinnai et al. (Table 1), 8 skills and
-500,000 transitions each as TATC's appendix, SAC's constants as Eysenbach et al. Departures, and what the papers leave open:
-B1  DDPG learns from the fixed random-walk dataset alone, as TATC's appendix says, so its exploration noise has no use here.
-B2  The option's reward f(s) - f(s') is divided by its standard deviation over the dataset: f changes little in one step, and a
-    factor leaves the best policy as it is.
+Sources: f as Wu et al. (ICLR 2019), DDPG as Lillicrap et al. (ICLR 2016), percentile 30 as Jinnai et al.
+(Table 1), 8 skills and 500,000 transitions each as TATC's appendix, SAC's constants as Eysenbach et al.
+Departures, and what the papers leave open:
+B1  DDPG learns from the fixed random-walk dataset alone, as TATC's appendix says, so its exploration noise
+    has no use here.
+B2  The option's reward f(s) - f(s') is divided by its standard deviation over the dataset: f changes little
+    in one step, and a factor leaves the best policy as it is.
 B3  The sign of an eigenvector is arbitrary too: each f keeps the one that its initial weights lead to.
 B4  The value that DDPG learns does not stop where the option ends (--end-cuts-value: it does).
-B5  On the gridworlds DDPG's actor is the argmax of a Q-network with four outputs (Q-learning on the same dataset), and SAC's
-    expectations over the four moves are exact.
+B5  On the gridworlds DDPG's actor is the argmax of a Q-network with four outputs (Q-learning on the same
+    dataset), and SAC's expectations over the four moves are exact.
 B6  SAC has two critics and no value network (Haarnoja et al. 2018b); DIAYN's authors used its first version.
-B7  N agents step together, then --updates-per-step gradient steps follow (the authors: one per environment step).
-    Episodes of different agents end at different times, all at s0 again: no ant stays on its back.
-B8  On the ants f sees x, y at four times and the rest at a fiftieth of the policies' scale, as TATC's phi does (antmaze.py).
-B9  Random walks use the ants' 5 torque values, as TATC's and Lap-rep's do; the options' and skills' own torques are continuous.
+B7  N agents step together, then --updates-per-step gradient steps follow (the authors: one per environment
+    step). Episodes of different agents end at different times, all at s0 again: no ant stays on its back.
+B8  On the ants f sees x, y at four times and the rest at a fiftieth of the policies' scale, as TATC's phi
+    does (antmaze.py).
+B9  Random walks use the ants' 5 torque values, as TATC's and Lap-rep's do; the options' and skills' own
+    torques are continuous.
 """
 
 import copy
@@ -44,13 +50,16 @@ from gridworld import UsageError
 # "indices" are the gridworlds, "vectors" the ants.
 DEFAULTS = {
     "dco": {
-        "indices": dict(f_updates=3000, f_batch_size=1024, policy_updates=5000, batch_size=512, tau=0.01, hidden=(64, 64), skill_length=100),
-        "vectors": dict(f_updates=30_000, f_batch_size=128, policy_updates=50_000, batch_size=64, tau=0.001, hidden=(400, 300),
-                        skill_length=200),
+        "indices": dict(f_updates=3000, f_batch_size=1024, policy_updates=5000, batch_size=512, tau=0.01,
+                        hidden=(64, 64), skill_length=100),
+        "vectors": dict(f_updates=30_000, f_batch_size=128, policy_updates=50_000, batch_size=64, tau=0.001,
+                        hidden=(400, 300), skill_length=200),
     },
     "diayn": {
-        "indices": dict(updates=20_000, updates_per_step=1, hidden=(128, 128), skill_length=30, episode_length=60),
-        "vectors": dict(updates=94_000, updates_per_step=2, hidden=(300, 300), skill_length=200, episode_length=1000),
+        "indices": dict(updates=20_000, updates_per_step=1, hidden=(128, 128), skill_length=30,
+                        episode_length=60),
+        "vectors": dict(updates=94_000, updates_per_step=2, hidden=(300, 300), skill_length=200,
+                        episode_length=1000),
     },
 }
 
@@ -58,7 +67,8 @@ DEFAULTS = {
 def default(method, name):
     """What --help shows as the default of a field that depends on --env."""
     known = {kind: values[name] for kind, values in DEFAULTS[method].items()}
-    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(f"{kind} {value}" for kind, value in known.items()) + ")")
+    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
+        f"{kind} {value}" for kind, value in known.items()) + ")")
 
 
 @dataclass
@@ -66,10 +76,11 @@ class DCO:
     """Deep covering options: each option leads down the second eigenvector of its own random walks."""
 
     env: str = "antmaze1"
-    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, a maze text file, or ant:FILE for a text maze with the ant"""
+    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, a maze text file or ant:FILE for ants in it"""
     seed: int = 0
     """seed of everything: networks, data, environment"""
-    run_dir: Annotated[Optional[str], tyro.conf.arg(help_behavior_hint="(default: runs/dco/<env>/<variant>/seed<seed>)")] = None
+    run_dir: Annotated[Optional[str], tyro.conf.arg(
+        help_behavior_hint="(default: runs/dco/<env>/<variant>/seed<seed>)")] = None
     """where to write"""
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
@@ -118,17 +129,18 @@ class DIAYN:
     """Diversity is all you need: skills that a discriminator can tell apart by the states they visit."""
 
     env: str = "antmaze1"
-    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, a maze text file, or ant:FILE for a text maze with the ant"""
+    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, a maze text file or ant:FILE for ants in it"""
     seed: int = 0
     """seed of everything: networks, skills, environment"""
-    run_dir: Annotated[Optional[str], tyro.conf.arg(help_behavior_hint="(default: runs/diayn/<env>/<variant>/seed<seed>)")] = None
+    run_dir: Annotated[Optional[str], tyro.conf.arg(
+        help_behavior_hint="(default: runs/diayn/<env>/<variant>/seed<seed>)")] = None
     """where to write"""
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
     num_skills: int = 8
     """number of skills z"""
     updates: Annotated[Optional[int], default("diayn", "updates")] = None
-    """number of steps of all N agents together, each followed by the gradient steps; N * updates environment steps"""
+    """steps of all N agents together, each followed by the gradient steps; N * updates environment steps"""
     updates_per_step: Annotated[Optional[int], default("diayn", "updates_per_step")] = None
     """gradient steps after each step of all N agents"""
     prior: Literal["s0", "uniform"] = "s0"
@@ -167,17 +179,19 @@ class DIAYN:
 
 Args = Union[Annotated[DCO, tyro.conf.subcommand("dco")], Annotated[DIAYN, tyro.conf.subcommand("diayn")]]
 RANGES = dict(
-    seed=(0, 2**27), num_skills=(1, 64), samples=(100, 2 * 10**7), episode_length=(1, 10**5), f_updates=(1, 10**8),
-    f_batch_size=(4, 10**6), f_beta=(0, 1e6), f_discount=(0, 0.9999), percentile=(0.001, 99.999), policy_updates=(1, 10**8),
-    batch_size=(1, 10**6), gamma=(0, 0.9999), tau=(0, 1), hidden=(1, 4096), skill_length=(1, 10**5), num_envs=(1, 4096),
-    log_every=(1, 10**8), checkpoint_every=(1, 10**8), updates=(1, 10**8), updates_per_step=(1, 1000), alpha=(0, 1e6),
+    seed=(0, 2**27), num_skills=(1, 64), samples=(100, 2 * 10**7), episode_length=(1, 10**5),
+    f_updates=(1, 10**8), f_batch_size=(4, 10**6), f_beta=(0, 1e6), f_discount=(0, 0.9999),
+    percentile=(0.001, 99.999), policy_updates=(1, 10**8), batch_size=(1, 10**6), gamma=(0, 0.9999),
+    tau=(0, 1), hidden=(1, 4096), skill_length=(1, 10**5), num_envs=(1, 4096), log_every=(1, 10**8),
+    checkpoint_every=(1, 10**8), updates=(1, 10**8), updates_per_step=(1, 1000), alpha=(0, 1e6),
     learning_rate=(0, 1), buffer_size=(1, 10**7), learning_starts=(0, 10**9),
 )
 
 
 def resolve(args, env):
     """The values for this environment in place of None."""
-    for name, value in DEFAULTS[type(args).__name__.lower()]["indices" if discrete(env) else "vectors"].items():
+    for name, value in DEFAULTS[type(args).__name__.lower()][
+            "indices" if discrete(env) else "vectors"].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if not args.hidden:
@@ -189,9 +203,21 @@ def discrete(env):
     return env.obs_scale is None
 
 
-# ------------------------------------------------------------------------------------------------------------- networks
+def prepare(args):
+    """(environment, variant) of the arguments, which get their values for it: the run's name (README, "Runs")."""
+    if ".py:" in args.env:
+        raise UsageError("DCO and DIAYN act on the gridworlds and the ants; "
+                         "your own environment trains with tatc.py and laprep.py")
+    gridworld.check_ranges(args, {name: limits for name, limits in RANGES.items() if hasattr(args, name)})
+    env, base = make_env(args.env, args.num_envs, args.seed), type(args)(env=args.env)
+    resolve(args, env)
+    resolve(base, env)
+    return env, gridworld.variant_name(args, base)
+
+
+# --------------------------------------------------------------------------------------------------- networks
 class MLP(nn.Module):
-    """ReLU layers on the concatenation of obs and extra; obs is float [..., obs_size], scaled by constants, or a state index."""
+    """ReLU layers on obs and extra; obs is float [..., obs_size], scaled by constants, or a state index."""
 
     def __init__(self, obs_size, extra_size, hidden, outputs, obs_scale=None):
         super().__init__()
@@ -222,7 +248,7 @@ def polyak(target, online, tau):
 
 
 def squashed_gaussian(outputs, noise):
-    """Torques tanh(mean + std * noise) [n, m] and their log density [n]; outputs [n, 2 m] of the policy, noise [n, m]."""
+    """Torques tanh(mean + std * noise) [n, m] and log density [n]; policy outputs [n, 2 m], noise [n, m]."""
     mean, log_std = outputs.chunk(2, dim=-1)
     log_std = log_std.clamp(-5, 2)
     raw = mean + log_std.exp() * noise
@@ -231,9 +257,9 @@ def squashed_gaussian(outputs, noise):
     return torch.tanh(raw), (log_normal - log_slope).sum(-1)
 
 
-# --------------------------------------------------------------------------------------------------------- trained skills
+# --------------------------------------------------------------------------------------------- trained skills
 class Skills:
-    """What a run of either method leaves: `act`, and for options `ended`. networks: DCO's list of {f, policy}, DIAYN's dict."""
+    """What a run leaves: `act`, for options `ended`. networks: DCO's list of {f, policy}, DIAYN's dict."""
 
     def __init__(self, args, env, networks, threshold=None):
         self.args, self.env, self.networks, self.threshold = args, env, networks, threshold
@@ -247,7 +273,7 @@ class Skills:
         else:
             outputs = self.of_each(lambda option, part: option["policy"](part), obs, skill)
         if discrete(self.env):
-            noise = 0.0 if self.threshold is not None else rng.gumbel(size=outputs.shape)  # DCO: the best of four moves
+            noise = 0.0 if self.threshold is not None else rng.gumbel(size=outputs.shape)  # DCO: best of four
             return (outputs.numpy() + noise).argmax(-1)
         if self.threshold is not None:
             return torch.tanh(outputs).numpy()
@@ -256,11 +282,12 @@ class Skills:
 
     @torch.no_grad()
     def ended(self, obs, skill):
-        """[n] bool: option `skill` [n] ends at obs [n, ...], and may start elsewhere; DIAYN's skills never end."""
+        """[n] bool: option `skill` [n] ends at obs [n, ...], and may start elsewhere; DIAYN's never end."""
         if self.threshold is None:
             return np.zeros(len(obs), dtype=bool)
         obs, skill = torch.as_tensor(obs), torch.as_tensor(skill)
-        return (self.of_each(lambda option, part: option["f"](part), obs, skill)[:, 0] <= self.threshold[skill]).numpy()
+        return (self.of_each(lambda option, part: option["f"](part), obs, skill)[:, 0]
+                <= self.threshold[skill]).numpy()
 
     def of_each(self, function, obs, skill):
         """function(option, obs of its rows), put together in the rows' order."""
@@ -277,17 +304,20 @@ def load(path, num_envs=1, seed=0):
     kind = DCO if checkpoint["script"] == "dco" else DIAYN
     args = kind(**checkpoint["args"])
     env = make_env(args.env, num_envs, seed)
-    networks = nn.ModuleList(make_option(args, env) for _ in range(args.num_skills)) if kind is DCO else make_diayn(args, env)
+    networks = (nn.ModuleList(make_option(args, env) for _ in range(args.num_skills)) if kind is DCO
+                else make_diayn(args, env))
     gridworld.load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
     if kind is DCO and checkpoint["threshold"].isnan().any():
-        raise UsageError(f"{path} holds {int((~checkpoint['threshold'].isnan()).sum())} of {args.num_skills} options; finish its training")
+        raise UsageError(f"{path} holds {int((~checkpoint['threshold'].isnan()).sum())} of {args.num_skills} "
+                         "options; finish its training")
     return args, env, Skills(args, env, networks, checkpoint.get("threshold"))
 
 
 def skill_traces(skills, which, starts):
-    """xy [skills, starts, T + 1, 2] of the skills `which` from the states `starts` [m, ...], and who ended, [skills, starts, 2].
+    """xy [skills, starts, T + 1, 2] of the skills `which` from the states `starts` [m, ...], and who ended,
+    [skills, starts, 2].
 
-    The last axis of the second: ended at the start already, ended within T steps. An option that ended stands still.
+    The last axis of the second: ended at the start, ended within T steps. An option that ended stands still.
     """
     env = make_env(skills.args.env, len(which) * len(starts), 0)
     env.place(np.ones(env.num_envs, dtype=bool), np.concatenate([starts] * len(which)))
@@ -303,14 +333,16 @@ def skill_traces(skills, which, starts):
         traces.append(np.where(ended[:, None], traces[-1], position()))
         ended = ended | skills.ended(env.obs, skill)
     shape = (len(which), len(starts))
-    return np.stack(traces, axis=1).reshape(*shape, -1, 2), np.stack([begun_ended, ended], axis=-1).reshape(*shape, 2)
+    return (np.stack(traces, axis=1).reshape(*shape, -1, 2),
+            np.stack([begun_ended, ended], axis=-1).reshape(*shape, 2))
 
 
 def draw_panels(path, env, values, traces, titles):
-    """One maze per skill: values [skills, S] of the free states as colours, and traces [skills, starts, T, 2]."""
+    """One maze per skill: values [skills, S] of free states as colours, and traces [skills, starts, T, 2]."""
     columns = -(-len(values) // 2)
     figure = Figure(figsize=(3 * columns, 6.4), layout="constrained")
-    for ax, value, paths, title in zip(figure.subplots(2, columns, squeeze=False).ravel(), values, traces, titles):
+    for ax, value, paths, title in zip(
+            figure.subplots(2, columns, squeeze=False).ravel(), values, traces, titles):
         env.draw(ax, value)
         for xy in paths:
             ax.plot(*xy.T, color="tab:orange", lw=1)
@@ -319,9 +351,10 @@ def draw_panels(path, env, values, traces, titles):
     figure.savefig(path, dpi=110)
 
 
-# ================================================================================================ DCO: data, f, and DDPG
+# ===================================================================================== DCO: data, f, and DDPG
 def sample_pairs(data, count, discount, rng):
-    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by 1 + geometric steps, cut at the episode's end."""
+    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by 1 + geometric steps, cut
+    at the episode's end."""
     episode, first = rng.integers(len(data), size=count), rng.integers(data.shape[1] - 1, size=count)
     left = data.shape[1] - 1 - first  # the gap is at most this
     gap = np.ones(count, dtype=np.int64)
@@ -331,7 +364,8 @@ def sample_pairs(data, count, discount, rng):
 
 
 def collect_walks(args, env, rng):
-    """--samples random-walk steps from uniform starts, in whole episodes: obs [E, K + 1, ...] and action indices [E, K, heads]."""
+    """--samples random-walk steps from uniform starts, in whole episodes: obs [E, K + 1, ...] and action
+    indices [E, K, heads]."""
     rounds = -(-args.samples // (args.episode_length * args.num_envs))
     heads, values = env.action_shape
     actions = rng.integers(values, size=(rounds, args.episode_length, args.num_envs, heads), dtype=np.uint8)
@@ -348,22 +382,24 @@ def collect_walks(args, env, rng):
 
 
 def fiedler_loss(f_u, f_v, beta):
-    """Jinnai et al.'s objective: Lap-rep's (TATC's Eq. 1) with phi = (1, f); f_u, f_v [n] of n independent pairs (u, v).
+    """Jinnai's objective: Lap-rep's (TATC's Eq. 1) with phi = (1, f); f_u, f_v [n] of n independent pairs.
 
-    With the first coordinate constant, ||E[phi phi^T] - I||^2 = 2 E[f]^2 + E[f^2 - 1]^2, and the square of a mean over states is
-    the mean over pairs x != y of the product: ((sum_k g_k)^2 - sum_k g_k^2) / (n (n - 1)), unbiased.
+    With the first coordinate constant, ||E[phi phi^T] - I||^2 = 2 E[f]^2 + E[f^2 - 1]^2, and the square of a
+    mean over states is the mean over pairs x != y of the product: ((sum_k g_k)^2 - sum_k g_k^2)
+    / (n (n - 1)), unbiased.
     """
     count = len(f_u)
     attract = (f_u - f_v).square().mean()
     terms = torch.stack([f_u, f_u.square() - 1])  # [2, n]
     mean, variance = (terms.sum(1).square() - terms.square().sum(1)) / (count * (count - 1))
-    return attract + beta * (2 * mean + variance), {"attract": attract.detach(), "mean": mean.detach(), "variance": variance.detach()}
+    return attract + beta * (2 * mean + variance), {
+        "attract": attract.detach(), "mean": mean.detach(), "variance": variance.detach()}
 
 
 def fiedler_cosine(f, env):
-    """|cosine| of f [S], centred, with the exact second eigenvector of the maze (with its eigenspace, should it be repeated)."""
+    """|cosine| of f [S], centred, with the maze's exact second eigenvector (its eigenspace, if repeated)."""
     values, vectors = env.laplacian_eigenvectors(min(4, len(f)))
-    vectors, f = vectors - vectors.mean(0), f - f.mean()  # the ants' truth states are a sample of the graph's nodes
+    vectors, f = vectors - vectors.mean(0), f - f.mean()  # the ants' truth states are a sample of the nodes
     space = np.linalg.qr(vectors[:, np.abs(values - values[1]) < 1e-6 * values[1]])[0]
     return np.linalg.norm(space.T @ f) / max(np.linalg.norm(f), 1e-12)
 
@@ -374,10 +410,11 @@ def temporal_difference_loss(q, reward, done, next_value, gamma):
 
 
 def make_option(args, env):
-    """f and the policy of one option: DDPG's actor, or on a gridworld the Q-network whose argmax it is (B5)."""
+    """f and policy of one option: DDPG's actor, or on a gridworld the Q-network whose argmax it is (B5)."""
     heads, values = env.action_shape
-    return nn.ModuleDict({"f": MLP(env.obs_size, 0, (256, 256, 256), 1, env.phi_scale),
-                          "policy": MLP(env.obs_size, 0, args.hidden, values if discrete(env) else heads, env.obs_scale)})
+    return nn.ModuleDict({
+        "f": MLP(env.obs_size, 0, (256, 256, 256), 1, env.phi_scale),
+        "policy": MLP(env.obs_size, 0, args.hidden, values if discrete(env) else heads, env.obs_scale)})
 
 
 def make_learner(args, env, option):
@@ -388,8 +425,10 @@ def make_learner(args, env, option):
     networks = nn.ModuleDict(networks)
     targets = copy.deepcopy(networks)
     rates = {"policy": 1e-3 if discrete(env) else 1e-4, "critic": 1e-3}
-    optimizers = {name: torch.optim.Adam(net.parameters(), lr=rates[name], fused=True) for name, net in networks.items()}
-    return networks, targets, optimizers | {"f": torch.optim.Adam(option["f"].parameters(), lr=1e-3, fused=True)}
+    optimizers = {name: torch.optim.Adam(net.parameters(), lr=rates[name], fused=True)
+                  for name, net in networks.items()}
+    return networks, targets, optimizers | {
+        "f": torch.optim.Adam(option["f"].parameters(), lr=1e-3, fused=True)}
 
 
 def encode(f, states):
@@ -410,12 +449,13 @@ def update_f(args, f, optimizer, walks, rng):
 
 @torch.no_grad()
 def option_dataset(args, f, walks, actions):
-    """The option of f: its threshold, and (obs [n, ...], actions [n, heads], rewards [n], done [n], next_obs [n, ...]).
+    """f's option: threshold and (obs [n, ...], actions [n, heads], rewards [n], done [n], next_obs [n, ...]).
 
     The n transitions are all, or with --end-cuts-value those from states where the option runs.
     """
     flat = torch.as_tensor(walks).flatten(0, 1)
-    values = torch.cat([encode(f, part) for part in flat.split(50_000)]).reshape(walks.shape[:2]).numpy()  # [E, K + 1]
+    values = torch.cat(  # [E, K + 1]
+        [encode(f, part) for part in flat.split(50_000)]).reshape(walks.shape[:2]).numpy()
     threshold = np.float32(np.percentile(values, args.percentile))
     running = values[:, :-1] > threshold if args.end_cuts_value else np.ones(actions.shape[:2], dtype=bool)
     rewards = (values[:, :-1] - values[:, 1:])[running]
@@ -456,12 +496,12 @@ def update_option(args, networks, targets, optimizers, dataset, rng):
     return {"loss/critic": loss.detach(), "rollout/q": q.detach().mean()}
 
 
-def train_dco(args):
-    env = make_env(args.env, args.num_envs, args.seed)
+def train_dco(args, env, variant):
     per_option = args.f_updates + args.policy_updates
-    with start(args, env, "dco") as (variant, run_dir, checkpoint, writer, stop):
+    with start(args, env, variant, "dco") as (run_dir, checkpoint, writer, stop):
         options = nn.ModuleList(make_option(args, env) for _ in range(args.num_skills))
-        run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {}, "threshold": torch.full((args.num_skills,), math.nan)}
+        run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {},
+               "threshold": torch.full((args.num_skills,), math.nan)}
 
         def restore():
             options.load_state_dict(checkpoint["networks"])
@@ -470,9 +510,10 @@ def train_dco(args):
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
         begin = time.perf_counter() - run["seconds"]
-        bar = tqdm(initial=run["update"], total=args.num_skills * per_option, unit="update", dynamic_ncols=True)
+        bar = tqdm(initial=run["update"], total=args.num_skills * per_option, unit="update",
+                   dynamic_ncols=True)
         for option in range(run["update"] // per_option, args.num_skills):
-            # Data, networks and their random numbers belong to the option: --resume makes the data again from its seed.
+            # Data, networks and random numbers belong to the option: --resume makes data again from its seed.
             seed = args.seed * args.num_skills + option
             rng = np.random.default_rng(seed)
             torch.manual_seed(seed)
@@ -505,22 +546,27 @@ def train_dco(args):
                 gridworld.add_to_sums(run["sums"], info, number)
                 run["update"], run["seconds"] = number, time.perf_counter() - begin
                 if number % args.log_every == 0 or stage in (args.f_updates, per_option):
-                    row = {"update": number, "env_steps": (option + 1) * walks.shape[0] * args.episode_length, "seconds": run["seconds"],
-                           "rollout/option": option}
+                    row = {"update": number, "env_steps": (option + 1) * walks.shape[0] * args.episode_length,
+                           "seconds": run["seconds"], "rollout/option": option}
                     row |= gridworld.means(run["sums"])
                     with torch.no_grad():
                         f = options[option]["f"](torch.as_tensor(env.truth_obs)).squeeze(-1).numpy()
                     row |= {"eval/f_extent": np.ptp(f), "eval/fiedler_cosine": fiedler_cosine(f, env)}
                     if stage == per_option:
-                        _, ended = skill_traces(Skills(args, env, options, run["threshold"]), [option], env.truth_obs)
-                        row |= {"eval/initiation": 1 - ended[..., 0].mean(), "eval/reaches": ended[~ended[..., 0], 1].mean()}
-                    gridworld.log_row(run, row, run_dir, bar, writer, ("f_extent", "fiedler_cosine", "reaches"))
-                bar.set_description(f"option {option}: {'f' if stage <= args.f_updates else 'policy'}", refresh=False)
+                        _, ended = skill_traces(
+                            Skills(args, env, options, run["threshold"]), [option], env.truth_obs)
+                        row |= {"eval/initiation": 1 - ended[..., 0].mean(),
+                                "eval/reaches": ended[~ended[..., 0], 1].mean()}
+                    gridworld.log_row(run, row, run_dir, bar, writer,
+                                      ("f_extent", "fiedler_cosine", "reaches"))
+                bar.set_description(f"option {option}: {'f' if stage <= args.f_updates else 'policy'}",
+                                    refresh=False)
                 bar.update()
                 if number % args.checkpoint_every == 0 or stage == per_option or stop:
                     gridworld.save_checkpoint(run_dir, "dco", variant, env, args, run | {
-                        "networks": options.state_dict(), "learner": networks.state_dict(), "targets": targets.state_dict(),
-                        "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
+                        "networks": options.state_dict(), "learner": networks.state_dict(),
+                        "targets": targets.state_dict(), "optimizers": {
+                            name: optimizer.state_dict() for name, optimizer in optimizers.items()},
                         "rng": rng.bit_generator.state})
                 if stop:
                     raise KeyboardInterrupt
@@ -531,11 +577,14 @@ def train_dco(args):
 def finish_dco(args, env, skills, rows, run_dir):
     """phi.npz, the pictures, and the last numbers."""
     with torch.no_grad():
-        f = np.stack([option["f"](torch.as_tensor(env.truth_obs)).squeeze(-1).numpy() for option in skills.networks])  # [options, S]
+        f = np.stack([option["f"](torch.as_tensor(env.truth_obs)).squeeze(-1).numpy()
+                      for option in skills.networks])  # [options, S]
     distance = env.distance[env.start_index]
-    arrays = dict(xy=env.truth_xy, phi=f.T, distance=distance, start=env.start_index, threshold=skills.threshold.numpy())
+    arrays = dict(xy=env.truth_xy, phi=f.T, distance=distance, start=env.start_index,
+                  threshold=skills.threshold.numpy())
     gridworld.write_atomically(run_dir / "phi.npz", gridworld.saved(np.savez_compressed, **arrays))
-    starts = env.truth_obs[np.argsort(distance, kind="stable")[np.linspace(0, len(distance) - 1, 12).astype(int)]]
+    starts = env.truth_obs[
+        np.argsort(distance, kind="stable")[np.linspace(0, len(distance) - 1, 12).astype(int)]]
     traces, _ = skill_traces(skills, list(range(args.num_skills)), starts)
     titles = [f"option {z}: ends where f <= {threshold:.2f}" for z, threshold in enumerate(skills.threshold)]
     draw_panels(run_dir / "skills.png", env, f, traces, titles)
@@ -546,9 +595,9 @@ def finish_dco(args, env, skills, rows, run_dir):
     print(f"{rows[-1]['seconds'] / 60:.1f} minutes; pictures: {run_dir}/skills.png, curves.png")
 
 
-# ===================================================================================== DIAYN: SAC and a discriminator
+# ============================================================================= DIAYN: SAC and a discriminator
 class Replay:
-    """The newest transitions as rows of one float32 array: obs, action, next obs, skill. Small integers are exact in float32."""
+    """The newest transitions as float32 rows: obs, action, next obs, skill. Small integers are exact."""
 
     def __init__(self, size, obs_width, action_width):
         self.rows = np.zeros((size, 2 * obs_width + action_width + 1), dtype=np.float32)
@@ -564,14 +613,16 @@ class Replay:
 
     def sample(self, shape, rng):
         """Independent rows, as tensors [*shape, width] of obs, action, next obs and skill."""
-        return torch.as_tensor(self.rows[rng.integers(self.filled, size=shape)]).tensor_split(self.splits.tolist(), dim=-1)
+        return torch.as_tensor(self.rows[rng.integers(self.filled, size=shape)]).tensor_split(
+            self.splits.tolist(), dim=-1)
 
 
 def make_diayn(args, env):
     """Policy, two critics and the discriminator."""
     heads, values = env.action_shape
     policy_outputs, extra, q_outputs = (values, 0, values) if discrete(env) else (2 * heads, heads, 1)
-    seen = env.obs_scale if args.discriminator == "state" else env.obs_scale * (np.arange(env.obs_size) < 2).astype(np.float32)
+    seen = (env.obs_scale if args.discriminator == "state"
+            else env.obs_scale * (np.arange(env.obs_size) < 2).astype(np.float32))
     return nn.ModuleDict({
         "policy": MLP(env.obs_size, args.num_skills, args.hidden, policy_outputs, env.obs_scale),
         "discriminator": MLP(env.obs_size, 0, args.hidden, args.num_skills, seen),
@@ -580,7 +631,8 @@ def make_diayn(args, env):
 
 
 def value_and_log_prob(policy, critics, obs, code, noise):
-    """min Q [n] and log pi [n] at obs [n, ...], code [n, skills]: at one sampled action, or without noise their exact mean (B5)."""
+    """min Q [n] and log pi [n] at obs [n, ...], code [n, skills]: at one sampled action, or without noise
+    their exact mean (B5)."""
     outputs = policy(obs, code)
     if noise is None:
         log_pi = F.log_softmax(outputs, dim=-1)
@@ -592,15 +644,16 @@ def value_and_log_prob(policy, critics, obs, code, noise):
 
 
 def skill_reward_diayn(logits, skill):
-    """DIAYN's reward: log q(z|s') - log p(z) [n], p uniform; logits [n, skills] of the discriminator at s', skill [n]."""
+    """DIAYN's reward: log q(z|s') - log p(z) [n], p uniform; logits [n, skills] of q at s', skill [n]."""
     return -F.cross_entropy(logits, skill, reduction="none") + np.log(logits.shape[-1])
 
 
 def update_sac(args, networks, targets, optimizers, obs, action, next_obs, reward, code, noise):
-    """One step of SAC: critics, policy, target critics; action [n, m] torques or [n, 1] moves, noise [2, n, m] or (None, None)."""
+    """One step of SAC: critics, policy, target critics; action [n, m] torques or [n, 1] moves, noise
+    [2, n, m] or (None, None)."""
     with torch.no_grad():
         next_q, next_log_prob = value_and_log_prob(networks["policy"], targets, next_obs, code, noise[0])
-        target = reward + args.gamma * (next_q - args.alpha * next_log_prob)  # episodes are cut, never terminal
+        target = reward + args.gamma * (next_q - args.alpha * next_log_prob)  # episodes are cut, not terminal
     if noise[0] is None:
         q1, q2 = (networks[name](obs, code).gather(-1, action.long()).squeeze(-1) for name in ("q1", "q2"))
     else:
@@ -614,11 +667,12 @@ def update_sac(args, networks, targets, optimizers, obs, action, next_obs, rewar
     q, log_prob = value_and_log_prob(networks["policy"], networks, obs, code, noise[1])
     policy_loss = (args.alpha * log_prob - q).mean()
     optimizers["policy"].zero_grad()
-    policy_loss.backward(inputs=list(networks["policy"].parameters()))  # the critics' own gradients are not needed
+    policy_loss.backward(inputs=list(networks["policy"].parameters()))  # the critics need no gradients here
     optimizers["policy"].step()
     for name, critic in targets.items():
         polyak(critic, networks[name], args.tau)
-    return {"loss/critic": critic_loss.detach(), "loss/policy": policy_loss.detach(), "rollout/entropy": -log_prob.detach().mean()}
+    return {"loss/critic": critic_loss.detach(), "loss/policy": policy_loss.detach(),
+            "rollout/entropy": -log_prob.detach().mean()}
 
 
 def update_discriminator(discriminator, optimizer, next_obs, skill):
@@ -643,29 +697,33 @@ def update(args, networks, targets, optimizers, replay, index_states, rng):
     skill = skill.squeeze(-1).long()
     code = F.one_hot(skill, args.num_skills).float()
     for i in range(args.updates_per_step):
-        reward, info = update_discriminator(networks["discriminator"], optimizers["discriminator"], next_obs[i], skill[i])
-        info |= update_sac(args, networks, targets, optimizers, obs[i], action[i], next_obs[i], reward, code[i], noise[i])
+        reward, info = update_discriminator(networks["discriminator"], optimizers["discriminator"],
+                                            next_obs[i], skill[i])
+        info |= update_sac(args, networks, targets, optimizers, obs[i], action[i], next_obs[i], reward,
+                           code[i], noise[i])
     return info | {"rollout/reward": reward.mean()}
 
 
-def train_diayn(args):
-    env = make_env(args.env, args.num_envs, args.seed)
+def train_diayn(args, env, variant):
     if args.num_skills < 2 or (args.discriminator == "xy" and discrete(env)):
         raise UsageError("DIAYN needs --num-skills 2 or more, and --discriminator xy an ant maze")
-    with start(args, env, "diayn", ("updates",)) as (variant, run_dir, checkpoint, writer, stop):
+    with start(args, env, variant, "diayn", ("updates",)) as (run_dir, checkpoint, writer, stop):
         torch.manual_seed(args.seed)
         rng = np.random.default_rng(args.seed)
         networks = make_diayn(args, env)
         targets = copy.deepcopy(nn.ModuleDict({name: networks[name] for name in ("q1", "q2")}))
         groups = {"policy": ("policy",), "critics": ("q1", "q2"), "discriminator": ("discriminator",)}
-        optimizers = {name: torch.optim.Adam([parameter for net in nets for parameter in networks[net].parameters()],
-                                             lr=args.learning_rate, fused=True) for name, nets in groups.items()}
+        optimizers = {name: torch.optim.Adam(
+            [parameter for net in nets for parameter in networks[net].parameters()],
+            lr=args.learning_rate, fused=True) for name, nets in groups.items()}
         skills = Skills(args, env, networks)
         replay = Replay(args.buffer_size, 1 if discrete(env) else env.obs_size, env.action_shape[0])
         far_cells = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
-        run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {}, "visited": torch.zeros(env.num_cells, dtype=torch.bool),
+        run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {},
+               "visited": torch.zeros(env.num_cells, dtype=torch.bool),
                "ever": torch.zeros(env.num_cells, dtype=torch.bool),
-               "elapsed": torch.arange(args.num_envs) * args.episode_length // args.num_envs,  # episodes do not all end together (B7)
+               # Episodes do not all end together (B7).
+               "elapsed": torch.arange(args.num_envs) * args.episode_length // args.num_envs,
                "skill": torch.as_tensor(rng.integers(args.num_skills, size=args.num_envs))}
         env.place(np.ones(args.num_envs, dtype=bool), args.prior)
 
@@ -675,16 +733,18 @@ def train_diayn(args):
             for name, optimizer in optimizers.items():
                 optimizer.load_state_dict(checkpoint["optimizers"][name])
             stored = checkpoint["replay"].numpy()
-            replay.rows[: len(stored)], replay.filled, replay.position = stored, len(stored), checkpoint["position"]
+            replay.rows[: len(stored)], replay.filled, replay.position = (
+                stored, len(stored), checkpoint["position"])
             env.set_state(checkpoint["env"])
             rng.bit_generator.state = checkpoint["rng"]
             run.update({key: checkpoint[key] for key in run})
 
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
-        elapsed, skill = run["elapsed"].numpy(), run["skill"].numpy()  # views: what changes here changes in the checkpoint
+        elapsed, skill = run["elapsed"].numpy(), run["skill"].numpy()  # views: changes reach the checkpoint
         begin = time.perf_counter() - run["seconds"]
-        bar = tqdm(range(run["update"] + 1, args.updates + 1), initial=run["update"], total=args.updates, unit="step", dynamic_ncols=True)
+        bar = tqdm(range(run["update"] + 1, args.updates + 1), initial=run["update"], total=args.updates,
+                   unit="step", dynamic_ncols=True)
         for number in bar:
             ended = elapsed >= args.episode_length
             if ended.any():
@@ -695,13 +755,14 @@ def train_diayn(args):
             next_obs = env.move(action)
             elapsed += 1
             good = np.ones(args.num_envs, dtype=bool) if discrete(env) else ~env.last_diverged
-            elapsed[~good] = args.episode_length  # that ant was put back to s0: no transition, and a new episode
+            elapsed[~good] = args.episode_length  # that ant was put back to s0: no transition, a new episode
             replay.add(obs[good], action[good], next_obs[good], skill[good])
             with torch.no_grad():
                 guess = networks["discriminator"](torch.as_tensor(next_obs)).argmax(-1).numpy()
             cells = env.cell(next_obs)
             run["visited"][cells] = run["ever"][cells] = True
-            info = {"eval/accuracy": (guess == skill).mean(), "eval/far": far_cells[cells].mean(), "rollout/fallen": env.fallen().mean()}
+            info = {"eval/accuracy": (guess == skill).mean(), "eval/far": far_cells[cells].mean(),
+                    "rollout/fallen": env.fallen().mean()}
             if number * args.num_envs >= args.learning_starts:
                 info |= update(args, networks, targets, optimizers, replay, discrete(env), rng)
             gridworld.add_to_sums(run["sums"], info, number)
@@ -709,7 +770,8 @@ def train_diayn(args):
             if number % args.log_every == 0 or number == args.updates:
                 row = {"update": number, "env_steps": number * args.num_envs, "seconds": run["seconds"]}
                 row |= gridworld.means(run["sums"])
-                row |= {"eval/coverage": run["visited"].float().mean(), "eval/coverage_total": run["ever"].float().mean(),
+                row |= {"eval/coverage": run["visited"].float().mean(),
+                        "eval/coverage_total": run["ever"].float().mean(),
                         "rollout/reached": env.cell_distance[run["visited"]].max()}
                 gridworld.log_row(run, row, run_dir, bar, writer, ("accuracy", "coverage", "far"))
                 run["visited"][:] = False
@@ -727,36 +789,35 @@ def train_diayn(args):
 def finish_diayn(args, env, skills, rows, run_dir):
     """The pictures, 4 traces of every skill from s0 over q(z|s) in the first, and the last numbers."""
     with torch.no_grad():
-        q = skills.networks["discriminator"](torch.as_tensor(env.truth_obs)).softmax(-1).T.numpy()  # [skills, S]
+        q = skills.networks["discriminator"](  # [skills, S]
+            torch.as_tensor(env.truth_obs)).softmax(-1).T.numpy()
     starts = np.stack([env.truth_obs[env.start_index]] * 4)
     traces, _ = skill_traces(skills, list(range(args.num_skills)), starts)
-    draw_panels(run_dir / "skills.png", env, q, traces, [f"skill {z}, q(z|s)" for z in range(args.num_skills)])
+    draw_panels(run_dir / "skills.png", env, q, traces,
+                [f"skill {z}, q(z|s)" for z in range(args.num_skills)])
     gridworld.draw_curves(run_dir / "curves.png", {args.env: [rows]})
-    print(", ".join(f"{key.split('/')[1]} {value:.3f}" for key, value in rows[-1].items() if key.startswith("eval/")))
-    print(f"{rows[-1]['env_steps'] / rows[-1]['seconds']:,.0f} environment steps per second, {rows[-1]['seconds'] / 60:.1f} minutes")
+    print(", ".join(f"{key.split('/')[1]} {value:.3f}" for key, value in rows[-1].items()
+                    if key.startswith("eval/")))
+    print(f"{rows[-1]['env_steps'] / rows[-1]['seconds']:,.0f} environment steps per second, "
+          f"{rows[-1]['seconds'] / 60:.1f} minutes")
     print(f"pictures: {run_dir}/skills.png, curves.png")
 
 
-# ================================================================================================================= both
+# ======================================================================================================= both
 @contextmanager
-def start(args, env, script, may_change=()):
-    """What both trainings begin with: (variant, run directory, checkpoint or None, TensorBoard writer or None, stop requests)."""
-    resolve(args, env)
-    base = type(args)(env=args.env)
-    resolve(base, env)
-    variant = gridworld.variant_name(args, base)
-    with gridworld.run_directory(args, env, variant, script, may_change) as (run_dir, checkpoint), gridworld.stop_requests() as stop:
+def start(args, env, variant, script, may_change=()):
+    """What both begin with: (run directory, checkpoint or None, TensorBoard writer or None, stop requests)."""
+    with gridworld.run_directory(args, env, variant, script, may_change) as (run_dir, checkpoint), \
+            gridworld.stop_requests() as stop:
         gridworld.write_args(args, env, variant, script, run_dir)
-        yield variant, run_dir, checkpoint, gridworld.tensorboard_writer(args, run_dir), stop
+        yield run_dir, checkpoint, gridworld.tensorboard_writer(args, run_dir), stop
 
 
 def train(args):
     torch.set_num_threads(1)  # networks this small run slower on more threads
-    torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages, which run 2x slower
-    if ".py:" in args.env:
-        raise UsageError("DCO and DIAYN act on the gridworlds and the ants; your own environment trains with tatc.py and laprep.py")
-    gridworld.check_ranges(args, {name: limits for name, limits in RANGES.items() if hasattr(args, name)})
-    return train_dco(args) if isinstance(args, DCO) else train_diayn(args)
+    torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages: 2x slower
+    env, variant = prepare(args)
+    return (train_dco if isinstance(args, DCO) else train_diayn)(args, env, variant)
 
 
 if __name__ == "__main__":

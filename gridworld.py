@@ -3,12 +3,13 @@
     python gridworld.py                  # draws the three mazes and prints their facts
     python gridworld.py --maze my.txt    # the same for a maze of your own
 
-A state is an integer index; the paper's one-hot code is its row of the identity. Coordinates are (x, y), 1-based, y up. The paper
-gives the mazes' sizes and goals in its text and their shapes in figures without cell counts; results/README.md lists the corridor
-widths and door positions that were tried.
+A state is an integer index; the paper's one-hot code is its row of the identity. Coordinates are (x, y),
+1-based, y up. The paper gives the mazes' sizes and goals in its text and their shapes in figures without cell
+counts; results/README.md lists the corridor widths and door positions that were tried.
 
-The file also holds what every script needs and no algorithm is about: the one reader of maze text, the one line that bad input
-gets (`guarded`), run directories that resume bit for bit, and scores and pictures of phi for any environment.
+The file also holds what every script needs and no algorithm is about: the one reader of maze text, the one
+line that bad input gets (`guarded`), run directories that resume bit for bit, and scores and pictures of phi
+for any environment.
 """
 
 import hashlib
@@ -44,16 +45,16 @@ MAZES = {
     "umaze": "\n".join(
         ["G" + 29 * "."] + 4 * [30 * "."] + 20 * [25 * "#" + 5 * "."] + 4 * [30 * "."] + ["S" + 29 * "."]
     ),
-    # 40x30, an inverted T: bottom corridor 5 high, stem in columns 16-25; goal (25, 30), 53 steps from (1, 1).
+    # 40x30, inverted T: bottom corridor 5 high, stem in columns 16-25; goal (25, 30), 53 steps from (1, 1).
     "tmaze": "\n".join(
         [15 * "#" + 9 * "." + "G" + 15 * "#"] + 24 * [15 * "#" + 10 * "." + 15 * "#"]
         + 4 * [40 * "."] + ["S" + 39 * "."]
     ),
-    # 21x21, doors 3 wide from room 1 (bottom left) to 2 (right) to 3 (top right) to 4 (top left), none from 1 to 4.
+    # 21x21, doors 3 wide from room 1 (bottom left) to 2 (right) to 3 (top right) to 4 (top left), not 1 to 4.
     "4rooms": "\n".join(
         ["G" + 9 * "." + "#" + 10 * "."] + 2 * [10 * "." + "#" + 10 * "."] + 3 * [21 * "."]
-        + 4 * [10 * "." + "#" + 10 * "."] + [18 * "#" + "..."] + 4 * [10 * "." + "#" + 10 * "."] + 3 * [21 * "."]
-        + 2 * [10 * "." + "#" + 10 * "."] + ["S" + 9 * "." + "#" + 10 * "."]
+        + 4 * [10 * "." + "#" + 10 * "."] + [18 * "#" + "..."] + 4 * [10 * "." + "#" + 10 * "."]
+        + 3 * [21 * "."] + 2 * [10 * "." + "#" + 10 * "."] + ["S" + 9 * "." + "#" + 10 * "."]
     ),
 }
 TITLES = {"umaze": "U-Maze", "tmaze": "T-Maze", "4rooms": "4-rooms"}
@@ -61,22 +62,23 @@ MOVES = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (dx, dy) of the actions:
 MOST_STATES = 6000  # the table of all distances then takes 300 MB
 
 
-# ------------------------------------------------------------------------------------------------- bad input, interrupts
+# -------------------------------------------------------------------------------------- bad input, interrupts
 class UsageError(ValueError):
     """Something that was asked for and cannot be done; the message names the cause and the fix."""
 
 
 def check_ranges(args, ranges):
-    """Every number of a dataclass within its (low, high), both included; None and fields without a range pass."""
+    """Every number of a dataclass within (low, high), both included; None and fields without a range pass."""
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
         for number in value if isinstance(value, tuple) else () if value is None else (value,):
             if not low <= number <= high:  # NaN fails too
-                raise UsageError(f"--{name.replace('_', '-')} is {number}; use a number from {low:g} to {high:g}")
+                raise UsageError(f"--{name.replace('_', '-')} is {number}; "
+                                 f"use a number from {low:g} to {high:g}")
 
 
 def guarded(main):
-    """Runs main(). What a user can cause ends with one line on stderr and exit code 2, an interrupt with 130."""
+    """Runs main(). What a user can cause ends with a line on stderr and exit code 2, interrupts with 130."""
     script = Path(sys.argv[0]).name
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -88,7 +90,7 @@ def guarded(main):
     except BrokenPipeError:  # `... | head` has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UsageError, OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's way to say MemoryError
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's MemoryError
             raise
         text = str(error) or "out of memory; use smaller sizes"
         print(f"{script}: {' '.join(text.split())}", file=sys.stderr)
@@ -97,7 +99,8 @@ def guarded(main):
 
 @contextmanager
 def stop_requests():
-    """A list that Ctrl-C and SIGTERM fill, so that a loop can save its state between two updates; a second one interrupts at once."""
+    """A list that Ctrl-C and SIGTERM fill, so that a loop can save its state between two updates; a second
+    one interrupts at once."""
     requests = []
 
     def handler(number, frame):
@@ -116,9 +119,9 @@ def stop_requests():
             signal.signal(number, old)
 
 
-# ----------------------------------------------------------------------------------------------------------- maze text
+# -------------------------------------------------------------------------------------------------- maze text
 def parse_maze(text, name):
-    """Maze text -> (free [H, W] bool, start (row, column), goal (row, column) or None); row 0 is the top line.
+    """Maze text -> (free [H, W] bool, start (row, column), goal (row, column) or None); row 0 is the top.
 
     '#' wall, '.' or ' ' free, 'S' start, 'G' goal; beyond the text is wall. Free cells that cannot be reached
     from S become walls, so that every state has a finite distance.
@@ -131,10 +134,12 @@ def parse_maze(text, name):
     marks = {"S": [], "G": []}
     for row, line in enumerate(lines):
         if len(line) != len(lines[0]):
-            raise UsageError(f"{name}, line {row + 1}: {len(line)} characters but line 1 has {len(lines[0])}; pad it with '#'")
+            raise UsageError(f"{name}, line {row + 1}: {len(line)} characters "
+                             f"but line 1 has {len(lines[0])}; pad it with '#'")
         for column, character in enumerate(line):
             if character not in "#. SG":
-                raise UsageError(f"{name}, line {row + 1}: unknown character {character!r}; use only '#', '.', ' ', 'S', 'G'")
+                raise UsageError(f"{name}, line {row + 1}: unknown character {character!r}; "
+                                 "use only '#', '.', ' ', 'S', 'G'")
             if character in marks:
                 marks[character].append((row, column))
     if len(marks["S"]) != 1:
@@ -145,12 +150,15 @@ def parse_maze(text, name):
     labels, _ = scipy.ndimage.label(open_cells)
     free = labels == labels[marks["S"][0]]
     if free.sum() == 1:
-        raise UsageError(f"{name}, line {marks['S'][0][0] + 1}: the start has no free neighbour; open a cell beside S")
+        raise UsageError(f"{name}, line {marks['S'][0][0] + 1}: the start has no free neighbour; "
+                         "open a cell beside S")
     goal = marks["G"][0] if marks["G"] else None
     if goal is not None and not free[goal]:
-        raise UsageError(f"{name}, line {goal[0] + 1}: the goal cannot be reached from the start; open a path or move G")
+        raise UsageError(f"{name}, line {goal[0] + 1}: the goal cannot be reached from the start; "
+                         "open a path or move G")
     if free.sum() < open_cells.sum():
-        print(f"{name}: {open_cells.sum() - free.sum()} free cells cannot be reached from S and count as walls", file=sys.stderr)
+        print(f"{name}: {open_cells.sum() - free.sum()} free cells cannot be reached from S "
+              "and count as walls", file=sys.stderr)
     return free, marks["S"][0], goal
 
 
@@ -166,11 +174,12 @@ def read_text(path):
 
 def file_name(path, text):
     """A name for what a file holds, fit for paths and tables: two files of other content never share it."""
-    return re.sub(r"[^A-Za-z0-9_.]", "_", Path(path).stem) + "-" + hashlib.sha256(text.encode()).hexdigest()[:6]
+    return (re.sub(r"[^A-Za-z0-9_.]", "_", Path(path).stem) + "-"
+            + hashlib.sha256(text.encode()).hexdigest()[:6])
 
 
 def read_maze(maze, built_in, most):
-    """(unique name, free, start, goal) of a built-in maze or of a text file with at most `most` free cells."""
+    """(unique name, free, start, goal) of a built-in maze or a text file with at most `most` free cells."""
     if maze in built_in:
         return maze, *parse_maze(built_in[maze], maze)
     text = read_text(maze)
@@ -180,24 +189,27 @@ def read_maze(maze, built_in, most):
     return file_name(maze, text), free, start, goal
 
 
-# --------------------------------------------------------------------------------------------------------- environment
+# ------------------------------------------------------------------------------------------------ environment
 class GridWorldVec(VectorEnv):
     """N agents in lock-step in one maze.
 
-    Training loops use the episode-free part: `obs` [N], `move`, `place`, `get_state`, `set_state`. `reset` and `step` are
-    Gymnasium's goal task on top of it: reward 1 on reaching the goal, which terminates; truncation after max_episode_steps.
+    Training loops use the episode-free part: `obs` [N], `move`, `place`, `get_state`, `set_state`. `reset`
+    and `step` are Gymnasium's goal task on top of it: reward 1 on reaching the goal, which terminates;
+    truncation after max_episode_steps.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
 
-    def __init__(self, maze="umaze", num_envs=1, *, seed=None, start="s0", max_episode_steps=100, render_mode=None):
+    def __init__(self, maze="umaze", num_envs=1, *, seed=None, start="s0", max_episode_steps=100,
+                 render_mode=None):
         if not 1 <= num_envs <= 2**20:
             raise UsageError(f"num_envs is {num_envs}; use 1 to {2**20}")
         if start not in ("s0", "uniform"):
             raise UsageError(f"start is {start!r}; use 's0' or 'uniform'")
         if max_episode_steps < 1:
             raise UsageError(f"max_episode_steps is {max_episode_steps}; use at least 1")
-        self.num_envs, self.start, self.max_episode_steps, self.render_mode = num_envs, start, max_episode_steps, render_mode
+        self.num_envs, self.start, self.max_episode_steps, self.render_mode = (
+            num_envs, start, max_episode_steps, render_mode)
         self.name, self.free, start_cell, goal_cell = read_maze(maze, MAZES, MOST_STATES)
         index = np.full(self.free.shape, -1)
         index[self.free] = np.arange(self.free.sum())
@@ -215,7 +227,8 @@ class GridWorldVec(VectorEnv):
             self.next_state[:, action] = np.where(target < 0, self.truth_obs, target)
         edges = np.repeat(self.truth_obs, 4), self.next_state.ravel()
         adjacency = scipy.sparse.csr_matrix((np.ones(4 * self.num_states), edges), (self.num_states,) * 2)
-        self.distance = scipy.sparse.csgraph.shortest_path(adjacency, unweighted=True).astype(np.float32)  # [S, S]
+        self.distance = scipy.sparse.csgraph.shortest_path(  # [S, S]
+            adjacency, unweighted=True).astype(np.float32)
 
         # What the algorithm files ask of an environment beside its dynamics (README, "Your own environment").
         self.action_shape, self.obs_size, self.obs_scale, self.phi_scale = (1, 4), self.num_states, None, None
@@ -230,17 +243,18 @@ class GridWorldVec(VectorEnv):
         self.elapsed = np.zeros(num_envs, dtype=np.int64)
         self.autoreset = np.zeros(num_envs, dtype=bool)
 
-    # ------------------------------------------------------------------------------------------- episode-free dynamics
+    # ---------------------------------------------------------------------------------- episode-free dynamics
     def move(self, actions):
         """Act with `actions` [N] or [N, 1] in 0..3; returns the next states [N]. A blocked move stays."""
         self.obs = self.next_state[self.obs, actions.reshape(-1)]
         return self.obs
 
     def place(self, mask, where):
-        """Put the agents of `mask` [N] at "s0", at "uniform" free states, or at the given states [mask.sum()]."""
+        """Put the agents of `mask` [N] at "s0", at "uniform" free states, or at given states [mask.sum()]."""
         self.obs = self.obs.copy()
         if isinstance(where, str):
-            self.obs[mask] = self.start_index if where == "s0" else self.rng.integers(self.num_states, size=mask.sum())
+            self.obs[mask] = (self.start_index if where == "s0"
+                              else self.rng.integers(self.num_states, size=mask.sum()))
         else:
             self.obs[mask] = where
 
@@ -264,7 +278,7 @@ class GridWorldVec(VectorEnv):
         self.obs, self.elapsed, self.autoreset = obs, elapsed, autoreset
         self.rng.bit_generator.state = state["rng"]
 
-    # --------------------------------------------------------------------------------------------- Gymnasium's goal task
+    # ---------------------------------------------------------------------------------- Gymnasium's goal task
     def reset(self, *, seed=None, options=None):
         """Options: {"start": "s0", "uniform" or states}, {"reset_mask": bool [N]}."""
         options = options or {}
@@ -272,7 +286,8 @@ class GridWorldVec(VectorEnv):
             self.rng = np.random.default_rng(seed)
         mask = np.asarray(options.get("reset_mask", np.ones(self.num_envs, dtype=bool)))
         if mask.shape != (self.num_envs,) or mask.dtype != bool:
-            raise UsageError(f"reset_mask has shape {mask.shape} and type {mask.dtype}; use bool [{self.num_envs}]")
+            raise UsageError(f"reset_mask has shape {mask.shape} and type {mask.dtype}; "
+                             f"use bool [{self.num_envs}]")
         self.place(mask, options.get("start", self.start))
         self.elapsed[mask] = 0
         self.autoreset[mask] = False
@@ -280,7 +295,8 @@ class GridWorldVec(VectorEnv):
 
     def step(self, actions):
         actions = np.asarray(actions)
-        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu" or not (actions // 4 == 0).all():
+        if (actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu"
+                or not (actions // 4 == 0).all()):
             raise UsageError(f"actions must be {self.num_envs} integers in 0..3")
         done = self.autoreset
         if done.any():
@@ -307,7 +323,7 @@ class GridWorldVec(VectorEnv):
             pictures.append(picture.repeat(16, axis=0).repeat(16, axis=1))
         return tuple(pictures) if self.render_mode else None
 
-    # ----------------------------------------------------------------------------------------------- exact ground truth
+    # ------------------------------------------------------------------------------------- exact ground truth
     def transition_matrix(self, policy):
         """[S, S] of policy [S, 4]."""
         matrix = np.zeros((self.num_states, self.num_states))
@@ -315,7 +331,7 @@ class GridWorldVec(VectorEnv):
         return matrix
 
     def laplacian_eigenvectors(self, count):
-        """The `count` smallest eigenvalues [count] and eigenvectors [S, count] of I - P, the first one constant.
+        """The `count` smallest eigenvalues [count] and eigenvectors [S, count] of I - P, the first constant.
 
         P is the random walk's matrix: symmetric, since a blocked move stays.
         """
@@ -328,16 +344,16 @@ class GridWorldVec(VectorEnv):
         return np.where(distance > 0, gamma ** (distance - 1.0), 0.0)
 
     def policy_values(self, policy, gamma):
-        """V [S] of `policy` [S, 4] on the goal task without the time limit, by solving the Bellman equation."""
+        """V [S] of `policy` [S, 4] on the goal task without the time limit, from the Bellman equation."""
         matrix = self.transition_matrix(policy)
         reward = matrix[:, self.goal_index].copy()
         matrix[:, self.goal_index] = 0.0
         reward[self.goal_index] = matrix[self.goal_index] = 0.0
         return np.linalg.solve(np.eye(self.num_states) - gamma * matrix, reward)
 
-    # --------------------------------------------------------------------------------------------------------- drawing
+    # ------------------------------------------------------------------------------------------------ drawing
     def draw(self, ax, values=None):
-        """The maze with walls black; `values` [S] as colours (default: distance from s0); s0 red, goal green."""
+        """The maze, walls black; `values` [S] as colours (default: distance from s0); s0 red, goal green."""
         values = self.distance[self.start_index] if values is None else values
         height, width = self.free.shape
         picture = np.full(self.free.shape, np.nan)
@@ -352,21 +368,24 @@ class GridWorldVec(VectorEnv):
     def draw_skills(self, path, policy, omega, steps):
         """Mean step of each skill; policy(obs [n], skill [n]) -> probabilities [n, 1, 4], omega [skills, d].
 
-        An arrow in every second cell: its direction is the mean step's, its colour the mean step's length, 0 to 1.
+        An arrow in every second cell: its direction is the mean step's, its colour the step's length, 0 to 1.
         """
         moved = self.truth_xy[self.next_state] - self.truth_xy[:, None]  # [S, 4, 2]
         shown = (self.truth_xy % 2 == 1).all(1)
         columns, (height, width) = (len(omega) + 1) // 2, self.free.shape
-        figure = Figure(figsize=(3.2 * columns + 1, max(3.0, 6.6 * height / width) + 0.6), layout="constrained")
+        figure = Figure(figsize=(3.2 * columns + 1, max(3.0, 6.6 * height / width) + 0.6),
+                        layout="constrained")
         axes = figure.subplots(2, columns, squeeze=False)
         for skill, (ax, delta) in enumerate(zip(axes.ravel(), omega)):
-            step = np.einsum("sa,sad->sd", policy(self.truth_obs, np.full(self.num_states, skill))[:, 0], moved)
+            step = np.einsum(
+                "sa,sad->sd", policy(self.truth_obs, np.full(self.num_states, skill))[:, 0], moved)
             self.draw(ax, np.zeros(self.num_states))
             ax.images[0].set_cmap(matplotlib.colors.ListedColormap(["white"]).with_extremes(bad="0.6"))
             length = np.linalg.norm(step, axis=1, keepdims=True)
             arrow = 1.7 * step / np.maximum(length, 1e-9)
-            arrows = ax.quiver(*self.truth_xy[shown].T, *arrow[shown].T, length[shown, 0], angles="xy", scale_units="xy",
-                               scale=1, pivot="mid", width=0.007, cmap="viridis_r", clim=(0, 1))
+            arrows = ax.quiver(
+                *self.truth_xy[shown].T, *arrow[shown].T, length[shown, 0], angles="xy", scale_units="xy",
+                scale=1, pivot="mid", width=0.007, cmap="viridis_r", clim=(0, 1))
             ax.set_title(f"delta = ({delta[0]:.2f}, {delta[1]:.2f})", fontsize=9)
         figure.colorbar(arrows, ax=axes, label="mean step", shrink=0.6)
         figure.savefig(path, dpi=110)
@@ -379,7 +398,8 @@ class GridWorldEnv(gymnasium.Env):
 
     def __init__(self, maze="umaze", render_mode=None, **kwargs):
         self.vec = GridWorldVec(maze, 1, max_episode_steps=math.inf, render_mode=render_mode, **kwargs)
-        self.observation_space, self.action_space = self.vec.single_observation_space, self.vec.single_action_space
+        self.observation_space, self.action_space = (
+            self.vec.single_observation_space, self.vec.single_action_space)
         self.render_mode = render_mode
 
     def reset(self, *, seed=None, options=None):
@@ -406,20 +426,22 @@ def make(name, num_envs, seed, **kwargs):
     return GridWorldVec(name, num_envs, seed=seed, **kwargs)
 
 
-# ------------------------------------------------------------------------------------- run directories, any algorithm
-FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard")  # arguments that change nothing that is learned or logged
+# ----------------------------------------------------------------------------- run directories, any algorithm
+FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard", "results_dir")  # they change nothing learned or logged
 
 
 def variant_name(args, base):
-    """Every argument that differs from `base`, or "default": two settings never share a directory or a result row."""
+    """All that differs from `base`, or "default": two settings never share a directory or a result row."""
     changed = {field.name: getattr(args, field.name) for field in fields(args)
-               if field.name not in (*FREE, "env", "seed") and getattr(args, field.name) != getattr(base, field.name)}
+               if field.name not in (*FREE, "env", "seed")
+               and getattr(args, field.name) != getattr(base, field.name)}
     return ",".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}".replace(" ", "")
                     for name, value in changed.items()) or "default"
 
 
 def write_atomically(path, content):
-    """Write bytes to a temporary file, flush it to disk, rename: a kill leaves the old file or the new one, never half a file."""
+    """Write bytes to a temporary file, flush it to disk, rename: a kill leaves the old file or the new one,
+    never half a file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -432,14 +454,14 @@ def write_atomically(path, content):
 
 
 def saved(save, *content, **named):
-    """The bytes that torch.save or np.savez writes; the disk's own errors then come from `write_atomically`."""
+    """The bytes that torch.save or np.savez writes; the disk's errors then come from `write_atomically`."""
     buffer = io.BytesIO()
     save(*content, buffer) if content else save(buffer, **named)
     return buffer.getvalue()
 
 
 def load_checkpoint(path, scripts):
-    """The checkpoint of a run directory or file, written by one of `scripts`; whatever is wrong with it gets one line."""
+    """The checkpoint of a run directory or file, by one of `scripts`; whatever is wrong gets one line."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -447,12 +469,15 @@ def load_checkpoint(path, scripts):
                 raise zipfile.BadZipFile
         checkpoint = torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, or a checkpoint") from None
+        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, "
+                         "or a checkpoint") from None
     except Exception as error:
-        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); restore it or start elsewhere") from None
+        raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); "
+                         "restore it or start elsewhere") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("script") not in scripts:
         raise UsageError(f"{path} is not a checkpoint of {' or '.join(scripts)}; choose another")
-    if not {"args", "env_name", "update", "networks"} <= set(checkpoint) or not isinstance(checkpoint["args"], dict):
+    if (not {"args", "env_name", "update", "networks"} <= set(checkpoint)
+            or not isinstance(checkpoint["args"], dict)):
         raise UsageError(f"{path} is of another version of the script; use that version or start elsewhere")
     if not all(torch.isfinite(value).all() for value in checkpoint["networks"].values()):
         raise UsageError(f"{path} holds weights that are not finite; restore it or start elsewhere")
@@ -460,16 +485,18 @@ def load_checkpoint(path, scripts):
 
 
 def load_state(path, load):
-    """Runs load(), which puts a checkpoint's parts into place; parts that are missing or do not fit get one line."""
+    """Runs load(), which puts a checkpoint's parts into place; those missing or not fitting get one line."""
     try:
         load()
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{path} does not fit this version or this environment ({type(error).__name__})") from None
+        raise UsageError(f"{path} does not fit this version or this environment "
+                         f"({type(error).__name__})") from None
 
 
 @contextmanager
 def run_directory(args, env, variant, script, may_change=()):
-    """(directory, checkpoint to continue or None): created, locked against a second process, checked before anything is written.
+    """(directory, checkpoint to continue or None): created, locked against a second process, checked before
+    anything is written.
 
     `may_change` names arguments that a continued run may have other values of.
     """
@@ -481,28 +508,36 @@ def run_directory(args, env, variant, script, may_change=()):
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        raise UsageError(f"{run_dir} is in use by process {owner.read_text()}; wait for it or choose another --run-dir") from None
+        raise UsageError(f"{run_dir} is in use by process {owner.read_text()}; "
+                         "wait for it or choose another --run-dir") from None
     with lock:
         owner.write_text(str(os.getpid()))
-        present = [name for name in ("checkpoint.pt", "metrics.csv", "args.json") if (run_dir / name).exists()]
+        present = [name for name in ("checkpoint.pt", "metrics.csv", "args.json")
+                   if (run_dir / name).exists()]
         if present and not args.resume:
-            raise UsageError(f"{run_dir} holds a run already ({present[0]}); add --resume to continue it or choose another --run-dir")
+            raise UsageError(f"{run_dir} holds a run already ({present[0]}); "
+                             "add --resume to continue it or choose another --run-dir")
         checkpoint = load_checkpoint(run_dir, (script,)) if "checkpoint.pt" in present else None
         if checkpoint is not None:
-            here, there = asdict(args) | {"env": env.name}, checkpoint["args"] | {"env": checkpoint["env_name"]}
+            here, there = (asdict(args) | {"env": env.name},
+                           checkpoint["args"] | {"env": checkpoint["env_name"]})
             other = [f"{key} {there.get(key)!r} there, {value!r} here" for key, value in here.items()
                      if key not in (*FREE, *may_change) and there.get(key) != value]
             if other:
-                raise UsageError(f"{run_dir} is of another run ({'; '.join(other)}); use its arguments or another --run-dir")
-        print(f"writing to {run_dir}" + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
+                raise UsageError(f"{run_dir} is of another run ({'; '.join(other)}); "
+                                 "use its arguments or another --run-dir")
+        print(f"writing to {run_dir}"
+              + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
         yield run_dir, checkpoint
 
 
 def write_args(args, env, variant, script, run_dir):
     """args.json: the resolved arguments, versions and the commit."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
+                         capture_output=True, text=True)
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
-    facts = {"script": script, "variant": variant, "env_name": env.name, "versions": versions, "commit": git.stdout.strip()}
+    facts = {"script": script, "variant": variant, "env_name": env.name, "versions": versions,
+             "commit": git.stdout.strip()}
     write_atomically(run_dir / "args.json", json.dumps(asdict(args) | facts, indent=2).encode())
 
 
@@ -520,10 +555,11 @@ def as_tensors(tree):
 
 
 def add_to_sums(sums, info, number):
-    """Sums of what is averaged between two rows; a value that is not finite ends the run, and its last checkpoint stays."""
+    """Sums of what is averaged between two rows; a non-finite value ends the run, its checkpoint stays."""
     for key, value in info.items():
         if not math.isfinite(value):
-            raise UsageError(f"update {number}: {key} is {float(value)}; the last checkpoint is intact, try other step sizes")
+            raise UsageError(f"update {number}: {key} is {float(value)}; "
+                             "the last checkpoint is intact, try other step sizes")
         total, count = sums.get(key, (0.0, 0))
         sums[key] = (total + float(value), count + 1)
 
@@ -533,13 +569,14 @@ def means(sums):
 
 
 def log_row(run, row, run_dir, bar, writer, shown):
-    """Adds a row of numbers to the run and writes metrics.csv anew; what did not occur between two log points is left empty there."""
+    """Adds a row of numbers to the run and writes metrics.csv anew; what did not occur between two log points
+    is left empty there."""
     row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
     run["rows"].append(row)
     run["sums"] = {}
     columns = list(dict.fromkeys(key for row in run["rows"] for key in row))
-    cells = [[format(row[key], "d" if isinstance(row[key], int) else ".6g") if key in row else "" for key in columns]
-             for row in run["rows"]]
+    cells = [[format(row[key], "d" if isinstance(row[key], int) else ".6g") if key in row else ""
+              for key in columns] for row in run["rows"]]
     write_atomically(run_dir / "metrics.csv", ("\n".join(map(",".join, [columns, *cells])) + "\n").encode())
     for key, value in row.items() if writer else ():
         writer.add_scalar(key, value, row["env_steps"])
@@ -553,15 +590,16 @@ def tensorboard_writer(args, run_dir):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UsageError("--tensorboard needs the package tensorboard; pip install tensorboard, or drop the flag") from None
+        raise UsageError("--tensorboard needs the package tensorboard; "
+                         "pip install tensorboard, or drop the flag") from None
     return SummaryWriter(run_dir)
 
 
-# ----------------------------------------------------------------------------- scores and pictures of phi, any environment
+# ---------------------------------------------------------------- scores and pictures of phi, any environment
 def rank_correlation(phi, env):
-    """Spearman correlation of ||phi(s) - phi(s')|| with the true distance, from s0 and over all pairs; phi [S, d].
+    """Spearman correlation of ||phi(s) - phi(s')|| with true distance, from s0 and of all pairs; phi [S, d].
 
-    Above 1000 states the pairs are 500,000 random ones, always the same. Empty where no true distances are known.
+    Above 1000 states it takes 500,000 random pairs, always the same. Empty where no true distances are known.
     """
     first, second = np.triu_indices(len(phi), 1)
     if len(phi) > 1000:
@@ -578,7 +616,7 @@ def rank_correlation(phi, env):
 
 
 def draw_truth(ax, env):
-    """The states whose phi is drawn, in the same colours: the maze, or a plain scatter of any other environment."""
+    """The states whose phi is drawn, in the same colours: the maze, or a scatter of any other environment."""
     if hasattr(env, "draw"):
         env.draw(ax)
     else:
@@ -593,14 +631,14 @@ def truth_colours(env):
 
 
 def draw_phi(ax, env, phi, title=None):
-    """The first two dimensions of phi [S, d], coloured by distance from s0; equal axes, s0 red, goal green."""
+    """First two dimensions of phi [S, d], coloured by distance from s0; equal axes, s0 red, goal green."""
     phi = np.pad(phi, ((0, 0), (0, max(0, 2 - phi.shape[1]))))[:, :2]
     points = ax.scatter(*phi.T, c=truth_colours(env), s=8, cmap="viridis")
     for index, colour in ((getattr(env, "goal_index", None), "limegreen"), (env.start_index, "red")):
         if index is not None:
             ax.plot(*phi[index], "o", color=colour, markersize=6)
     low, high = phi.min(0), phi.max(0)
-    (x, y), half = (low + high) / 2, 0.55 * max(*(high - low), 1e-9)  # a square window: equal axes that cut nothing off
+    (x, y), half = (low + high) / 2, 0.55 * max(*(high - low), 1e-9)  # a square: equal axes cut nothing off
     ax.set(xlim=(x - half, x + half), ylim=(y - half, y + half))
     ax.set_aspect("equal")
     ax.tick_params(labelsize=7)
@@ -615,7 +653,8 @@ def draw_representation(path, env, phi, score):
     draw_truth(left, env)
     points = draw_phi(right, env, phi, "phi")
     figure.colorbar(points, ax=right, label="x" if env.distance is None else "distance from s0")
-    legend = [matplotlib.lines.Line2D([], [], marker="o", ls="", color=colour) for colour in ("red", "limegreen")]
+    legend = [matplotlib.lines.Line2D([], [], marker="o", ls="", color=colour)
+              for colour in ("red", "limegreen")]
     figure.legend(legend, ["start s0", "goal"], loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(score, fontsize=9)
     figure.savefig(path, dpi=110)
@@ -632,7 +671,7 @@ def draw_progress(path, env, snapshots):
 
 
 def draw_curves(path, runs):
-    """Curves of training against environment steps; runs {label: [rows of metrics.csv of each seed]}, one line per seed.
+    """Training curves over environment steps; runs {label: [metrics.csv rows of each seed]}, a line per seed.
 
     A panel per group: scores, coverage, rollouts and losses; with several seeds the mean of a label is thick.
     """
@@ -645,7 +684,8 @@ def draw_curves(path, runs):
         ax.axis("off")
     for ax, name in zip(axes, names):
         for colour, (label, seeds) in enumerate(runs.items()):
-            curves = [[(row["env_steps"], row[name]) for row in seed if row.get(name) is not None] for seed in seeds]
+            curves = [[(row["env_steps"], row[name]) for row in seed if row.get(name) is not None]
+                      for seed in seeds]
             curves = [np.array(curve, dtype=float) for curve in curves if curve]
             for curve in curves:
                 ax.plot(*curve.T, color=f"C{colour}", lw=0.8 if len(curves) > 1 else 1.5, alpha=0.6)
@@ -663,22 +703,25 @@ def draw_curves(path, runs):
 
 
 def write_representation(run_dir, env, phi, run, label):
-    """phi.npz, its pictures and the curves of a run; phi [S, d] of the ground-truth states. Prints the last scores."""
+    """phi.npz, its pictures and curves of a run; phi [S, d] of the truth states. Prints the last scores."""
     snapshots = {update: array.numpy() for update, array in run["snapshots"].items()}
-    arrays = dict(xy=env.truth_xy, phi=phi, start=env.start_index, stages=list(snapshots), snapshots=list(snapshots.values()))
+    arrays = dict(xy=env.truth_xy, phi=phi, start=env.start_index, stages=list(snapshots),
+                  snapshots=list(snapshots.values()))
     if env.distance is not None:
         arrays["distance"] = env.distance[env.start_index]
     write_atomically(run_dir / "phi.npz", saved(np.savez_compressed, **arrays))
     last = run["rows"][-1]
-    scores = ", ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in last.items() if key.startswith("eval/"))
+    scores = ", ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in last.items()
+                       if key.startswith("eval/"))
     draw_representation(run_dir / "representation.png", env, phi, scores)
     draw_progress(run_dir / "progress.png", env, snapshots)
     draw_curves(run_dir / "curves.png", {label: [run["rows"]]})
-    print(f"{scores}\n{last['update'] / run['seconds']:,.1f} updates per second, {run['seconds'] / 60:.1f} minutes")
+    print(f"{scores}\n{last['update'] / run['seconds']:,.1f} updates per second, "
+          f"{run['seconds'] / 60:.1f} minutes")
     print("pictures: " + ", ".join(sorted(str(path) for path in run_dir.glob("*.png"))))
 
 
-# ---------------------------------------------------------------------------------------------------------------- main
+# ------------------------------------------------------------------------------------------------------- main
 @dataclass
 class Args:
     maze: str = "all"
@@ -716,8 +759,8 @@ def main(args):
         sync.reset(seed=0)
         peer = steps_per_second(lambda: sync.step(actions), 32)
         for name, step in (("step", env.step), ("move", env.move)):
-            print(f"GridWorldVec.{name}, 32 agents: {steps_per_second(lambda: step(actions), 32) / peer:.0f} times "
-                  "gymnasium.SyncVectorEnv's steps per CPU second")
+            print(f"GridWorldVec.{name}, 32 agents: {steps_per_second(lambda: step(actions), 32) / peer:.0f} "
+                  "times gymnasium.SyncVectorEnv's steps per CPU second")
 
 
 if __name__ == "__main__":

@@ -1,33 +1,36 @@
-"""Lap-rep: the Laplacian representation (Wu et al., ICLR 2019), TATC's baseline (Erraqabi et al., UAI 2022, Eq. 1).
+"""Lap-rep: the Laplacian representation (Wu et al., ICLR 2019), TATC's baseline (UAI 2022, Eq. 1).
 
     python laprep.py --env umaze --prior uniform
 
-Learns phi from random walks alone, started uniformly or, as TATC has to, around s0. Writes args.json, metrics.csv,
-checkpoint.pt, phi.npz, representation.png and progress.png to the run directory.
+Learns phi from random walks alone, started uniformly or, as TATC has to, around s0. Writes args.json,
+metrics.csv, checkpoint.pt, phi.npz, representation.png and progress.png to the run directory.
 
-The estimator. Let L = I - P be the Laplacian of the walk (u, v) ~ data, and all means be over the data's states. Graph drawing asks
-for d functions of least total variation that are orthonormal:
+The estimator. Let L = I - P be the Laplacian of the walk (u, v) ~ data, and all means be over the data's
+states. Graph drawing asks for d functions of least total variation that are orthonormal:
 
     minimise  E ||phi(u) - phi(v)||^2 = 2 sum_i <phi_i, L phi_i>   subject to   E[phi phi^T] = I,
 
-solved by the d smallest eigenvectors of L. Eq. 1 replaces the constraint by a penalty, up to the constant beta d:
+solved by L's d smallest eigenvectors. Eq. 1 replaces the constraint by a penalty, up to the constant beta d:
 
     beta ||E[phi phi^T] - I||_F^2 = beta E_{x, y}[(phi(x)^T phi(y))^2 - ||phi(x)||^2 - ||phi(y)||^2] + beta d.
 
-Every eigenvector then keeps the variance max(0, 1 - lambda / beta), and any rotation of phi is as good. With n independent states,
-rows of X, the mean over pairs x != y is (||X^T X||_F^2 - sum_k ||X_k||^4) / (n (n - 1)): unbiased, and n d^2 work instead of n^2 d.
+Every eigenvector then keeps the variance max(0, 1 - lambda / beta), and any rotation of phi is as good. With
+n independent states, rows of X, the mean over pairs x != y is (||X^T X||_F^2 - sum_k ||X_k||^4)
+/ (n (n - 1)): unbiased, and n d^2 work instead of n^2 d.
 
-Conventions. The first eigenvector is constant and it is one of the d: d = 2 is one informative direction, d = 3 two. Wu's code asks
-for E[phi phi^T] = I / d with beta 5; scaling phi by sqrt(d) gives Eq. 1 with beta 5 / d. The default here is what that was at Wu's own
-d = 20, 0.25: with 2.5 at d = 2 the penalty's noise hides the difference between eigenvectors (19x19 maze, 12000 updates: largest
-principal angle's cosine 0.83). v follows u by 1 + geometric(0.9) steps within the episode, which changes eigenvalues but not
-eigenvectors. The states x are the batch's u: they are independent draws from the same distribution, and a sum of means needs no
+Conventions. The first eigenvector is constant and it is one of the d: d = 2 is one informative direction,
+d = 3 two. Wu's code asks for E[phi phi^T] = I / d with beta 5; scaling phi by sqrt(d) gives Eq. 1 with beta
+5 / d. The default here is what that was at Wu's own d = 20, 0.25: with 2.5 at d = 2 the penalty's noise hides
+the difference between eigenvectors (19x19 maze, 12000 updates: largest principal angle's cosine 0.83). v
+follows u by 1 + geometric(0.9) steps within the episode, which changes eigenvalues but not eigenvectors. The
+states x are the batch's u: they are independent draws from the same distribution, and a sum of means needs no
 independence between its terms.
 
-What the paper leaves open: the online data is a window of the newest --samples steps, to which N episodes are added every
---updates-per-rollout updates (on the gridworlds about as many environment steps as TATC's). Episodes have TATC's K steps in the
-s0 prior and Wu's 50 in the uniform prior. --objective generalized (Wang et al., ICML 2021) and allo (Gomez et al., ICLR 2024) find
-the eigenvectors themselves, in order, instead of some rotation of them.
+What the paper leaves open: the online data is a window of the newest --samples steps, to which N episodes are
+added every --updates-per-rollout updates (on the gridworlds about as many environment steps as TATC's).
+Episodes have TATC's K steps in the s0 prior and Wu's 50 in the uniform prior. --objective generalized (Wang
+et al., ICML 2021) and allo (Gomez et al., ICLR 2024) find the eigenvectors themselves, in order, instead of
+some rotation of them.
 """
 
 import math
@@ -46,13 +49,15 @@ import gridworld
 from antmaze import make_env
 from gridworld import UsageError
 
-# TATC's values per environment; "indices" is any other with state indices, "vectors" the ants and any other with float vectors.
+# TATC's values per environment; "indices" is any other with state indices, "vectors" the ants and any other
+# with float vectors.
 DEFAULTS = {
     "umaze": dict(reset_prob=0.3, episode_length=90),
     "tmaze": dict(reset_prob=0.2, episode_length=40),
     "4rooms": dict(reset_prob=0.25, episode_length=60),
     "indices": dict(reset_prob=0.25, data="online", samples=30_000, updates_per_rollout=4),
-    "vectors": dict(reset_prob=0.2, episode_length=500, data="offline", samples=500_000, updates_per_rollout=100),
+    "vectors": dict(reset_prob=0.2, episode_length=500, data="offline", samples=500_000,
+                    updates_per_rollout=100),
 }
 OBJECTIVES = {
     "graph_drawing": dict(batch_size=128, beta=0.25),
@@ -64,25 +69,27 @@ OBJECTIVES = {
 def default(name):
     """What --help shows as the default of a field that depends on --env or --objective."""
     known = {key: values[name] for key, values in (DEFAULTS | OBJECTIVES).items() if name in values}
-    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(f"{key} {value}" for key, value in known.items()) + ")")
+    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
+        f"{key} {value}" for key, value in known.items()) + ")")
 
 
 @dataclass
 class Args:
     env: str = "umaze"
-    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, a maze text file, ant:FILE, or FILE.py:FUNCTION for your own"""
+    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, maze file, ant:FILE, your FILE.py:FUNCTION"""
     seed: int = 0
     """seed of everything: network, data, environment"""
-    run_dir: Annotated[Optional[str], tyro.conf.arg(help_behavior_hint="(default: runs/laprep/<env>/<variant>/seed<seed>)")] = None
+    run_dir: Annotated[Optional[str], tyro.conf.arg(
+        help_behavior_hint="(default: runs/laprep/<env>/<variant>/seed<seed>)")] = None
     """where to write"""
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
     updates: int = 30_000
     """number of updates"""
     prior: Literal["s0", "uniform"] = "s0"
-    """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
+    """s0: episodes start where the last ended, or at s0 with probability p_r; uniform: at any free state"""
     objective: Literal["graph_drawing", "generalized", "allo"] = "graph_drawing"
-    """graph_drawing: Eq. 1; generalized: its sum over the first 1..d coordinates; allo: augmented Lagrangian"""
+    """graph_drawing: Eq. 1; generalized: sum over the first 1..d coordinates; allo: augmented Lagrangian"""
     reachability: bool = False
     """RA-LapRep: allo's coordinates over the square roots of their eigenvalues, without the constant one"""
     dim: int = 2
@@ -122,10 +129,10 @@ class Args:
 
 
 RANGES = dict(
-    seed=(0, 2**31), updates=(1, 10**8), dim=(1, 256), beta=(0, 1e6), dual_learning_rate=(0, 1), discount=(0, 0.9999),
-    pair_gap=(1, 1000), batch_size=(4, 10**6), samples=(1, 2 * 10**7), updates_per_rollout=(1, 10**8), reset_prob=(0, 1),
-    episode_length=(1, 10**5), num_envs=(1, 4096), hidden=(1, 4096), learning_rate=(0, 1), log_every=(1, 10**8),
-    checkpoint_every=(1, 10**8),
+    seed=(0, 2**31), updates=(1, 10**8), dim=(1, 256), beta=(0, 1e6), dual_learning_rate=(0, 1),
+    discount=(0, 0.9999), pair_gap=(1, 1000), batch_size=(4, 10**6), samples=(1, 2 * 10**7),
+    updates_per_rollout=(1, 10**8), reset_prob=(0, 1), episode_length=(1, 10**5), num_envs=(1, 4096),
+    hidden=(1, 4096), learning_rate=(0, 1), log_every=(1, 10**8), checkpoint_every=(1, 10**8),
 )
 
 
@@ -142,16 +149,30 @@ def resolve(args, env):
         furthest = 100 if env.distance is None else env.distance[env.start_index].max()
         args.episode_length = math.ceil(furthest / 20) * 20
     if args.episode_length % args.pair_gap:
-        raise UsageError(f"--pair-gap is {args.pair_gap}; use a divisor of --episode-length {args.episode_length}")
+        raise UsageError(f"--pair-gap is {args.pair_gap}; "
+                         f"use a divisor of --episode-length {args.episode_length}")
     if kind == "indices" and args.dim > env.obs_size:
-        raise UsageError(f"--dim is {args.dim}; {args.env} has {env.obs_size} states and no more eigenvectors")
+        raise UsageError(f"--dim is {args.dim}; "
+                         f"{args.env} has {env.obs_size} states and no more eigenvectors")
     if args.reachability and (args.objective != "allo" or args.dim < 2):
         raise UsageError("--reachability needs eigenvalues; add --objective allo and --dim 2 or more")
 
 
-# ---------------------------------------------------------------------------------------------------------- network
+def prepare(args):
+    """(environment, variant) of the arguments, which get their values for it: the run's name (README, "Runs")."""
+    gridworld.check_ranges(args, RANGES)
+    env = make_env(args.env, args.num_envs, args.seed)
+    resolve(args, env)
+    base = Args(env=args.env, objective=args.objective, prior=args.prior)
+    resolve(base, env)
+    base.objective, base.prior = Args.objective, Args.prior
+    return env, gridworld.variant_name(args, base)
+
+
+# ---------------------------------------------------------------------------------------------------- network
 class Phi(nn.Module):
-    """MLP with three hidden ReLU layers: float obs [..., obs_size], scaled by fixed constants, or state indices [...] -> [..., d]."""
+    """MLP with three hidden ReLU layers: float obs [..., obs_size], scaled by fixed constants, or state
+    indices [...] -> [..., d]."""
 
     def __init__(self, obs_size, dim, hidden, obs_scale=None):
         super().__init__()
@@ -171,30 +192,34 @@ class Phi(nn.Module):
         return self.out(F.relu(self.third(F.relu(self.second(F.relu(first))))))
 
 
-# ----------------------------------------------------------------------------------------------------------- losses
+# ----------------------------------------------------------------------------------------------------- losses
 def graph_drawing_loss(phi_u, phi_v, beta, weights):
     """Eq. 1, with phi_u, phi_v [n, d] of n independent pairs; weights [d], all 1.
 
-    weights d, d-1, ..., 1 give the generalized objective, the sum of Eq. 1 over the first k coordinates for k = 1..d: coordinate i
-    is in d + 1 - i of these sums, the pair i, j in the smaller of their two numbers.
+    weights d, d-1, ..., 1 give the generalized objective, the sum of Eq. 1 over the first k coordinates for
+    k = 1..d: coordinate i is in d + 1 - i of these sums, the pair i, j in the smaller of their two numbers.
     """
     count = len(phi_u)
     attract = ((phi_u - phi_v).square() * weights).sum() / count
     square = phi_u.square()
-    off_diagonal = ((phi_u.T @ phi_u).square() - square.T @ square) / (count * (count - 1))  # E[phi_i phi_j]^2, [d, d]
-    repel = (off_diagonal * torch.minimum(weights[:, None], weights)).sum() - 2 * (square * weights).sum() / count
+    off_diagonal = (  # E[phi_i phi_j]^2, [d, d]
+        ((phi_u.T @ phi_u).square() - square.T @ square) / (count * (count - 1)))
+    repel = ((off_diagonal * torch.minimum(weights[:, None], weights)).sum()
+             - 2 * (square * weights).sum() / count)
     return attract + beta * repel, {"attract": attract.detach(), "repel": repel.detach()}
 
 
 def augmented_lagrangian_loss(phi_u, phi_v, duals, beta):
     """ALLO: the max over duals [d, d] of the min over phi of
 
-        E ||phi(u) - phi(v)||^2 + sum_{j >= k} (duals_jk e_jk + beta e_jk^2),  e_jk = E[phi_j stop_gradient(phi_k)] - 1{j = k}.
+        E ||phi(u) - phi(v)||^2 + sum_{j >= k} (duals_jk e_jk + beta e_jk^2),
+        e_jk = E[phi_j stop_gradient(phi_k)] - 1{j = k}.
 
-    The stopped gradient lets coordinate j give way to those before it only, which orders them; at the solution duals_ii = -4 lambda_i.
-    e^2 is the product of two estimates from independent halves of phi_u [n, d]. Returns also e [d, d], the duals' ascent direction.
-    beta stays as it is: growing with the error, as the authors let it, it drowns the eigenvalues' differences in noise (19x19 maze, 8000
-    updates, d = 11: mean cosine 0.36 with growth, 0.99 without).
+    The stopped gradient lets coordinate j give way to those before it only, which orders them; at the
+    solution duals_ii = -4 lambda_i. e^2 is the product of two estimates from independent halves of phi_u
+    [n, d]. Returns also e [d, d], the duals' ascent direction. beta stays as it is: growing with the error,
+    as the authors let it, it drowns the eigenvalues' differences in noise (19x19 maze, 8000 updates, d = 11:
+    mean cosine 0.36 with growth, 0.99 without).
     """
     attract = (phi_u - phi_v).square().sum() / len(phi_u)
     identity = torch.eye(phi_u.shape[1])
@@ -204,7 +229,7 @@ def augmented_lagrangian_loss(phi_u, phi_v, duals, beta):
     return loss, {"attract": attract.detach(), "error": square.detach()}, error.detach()
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------------------- data
 def rollout(args, env, rng):
     """N random walks of K steps, every pair_gap-th state [N, K / pair_gap + 1, ...], and all states' cells.
 
@@ -221,7 +246,8 @@ def rollout(args, env, rng):
 
 
 def sample_pairs(data, count, discount, rng):
-    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by 1 + geometric steps, cut at the episode's end."""
+    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by 1 + geometric steps, cut
+    at the episode's end."""
     episode, first = rng.integers(len(data), size=count), rng.integers(data.shape[1] - 1, size=count)
     left = data.shape[1] - 1 - first  # the gap is at most this
     gap = np.ones(count, dtype=np.int64)
@@ -230,7 +256,7 @@ def sample_pairs(data, count, discount, rng):
     return data[episode, first], data[episode, first + np.minimum(gap, left)]
 
 
-# ----------------------------------------------------------------------------------------------------------- update
+# ----------------------------------------------------------------------------------------------------- update
 def update(args, phi, optimizer, duals, data, rng):
     """One step of phi, and for allo of the dual variables, on args.batch_size pairs."""
     pairs = torch.as_tensor(np.stack(sample_pairs(data, args.batch_size, args.discount, rng)))
@@ -254,13 +280,13 @@ def update(args, phi, optimizer, duals, data, rng):
     return {f"loss/{key}": value for key, value in info.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------------------- evaluation
 def eigenvector_scores(phi, eigenvalues, eigenvectors):
-    """How well phi [S, d] matches the first d exact eigenvectors; [m] and [S, m], m >= d, are the smallest, in order.
+    """How well phi [S, d] matches the first d exact eigenvectors; [m] and [S, m], m >= d, the smallest first.
 
-    cosine: mean over i of the cosine of phi_i with the eigenspace of the i-th eigenvalue, for the ordered objectives.
-    subspace: cosine of the largest principal angle between the spans, for Eq. 1, which any rotation solves. If an eigenspace is
-    cut by d, phi must contain all eigenspaces before it and lie in those up to it.
+    cosine: mean cosine of phi_i with the eigenspace of the i-th eigenvalue, for the ordered objectives.
+    subspace: cosine of the largest principal angle between the spans, for Eq. 1, which any rotation solves.
+    If an eigenspace is cut by d, phi must contain all eigenspaces before it and lie in those up to it.
     fiedler_r2: share of the second eigenvector's variance that a linear function of phi explains.
     """
     dim = phi.shape[1]
@@ -268,30 +294,33 @@ def eigenvector_scores(phi, eigenvalues, eigenvectors):
     error = fiedler - inputs @ np.linalg.lstsq(inputs, fiedler, rcond=None)[0]
     eigenvectors = np.linalg.qr(eigenvectors)[0]  # the ants' truth states are a sample of the graph's nodes
     unit = phi / np.maximum(np.linalg.norm(phi, axis=0), 1e-12)
-    space = np.append(0, np.cumsum(np.diff(eigenvalues) > 1e-6 * np.maximum(eigenvalues[1:], 1e-9)))  # of each eigenvector
+    space = np.append(  # of each eigenvector
+        0, np.cumsum(np.diff(eigenvalues) > 1e-6 * np.maximum(eigenvalues[1:], 1e-9)))
     inside = (eigenvectors.T @ unit) ** 2 * (space[:, None] == space[:dim])  # [m, d]
     basis = np.linalg.qr(phi)[0]
     cut = dim < len(space) and space[dim] == space[dim - 1]
     needed = eigenvectors[:, space < space[dim - 1]] if cut else eigenvectors[:, :dim]
     allowed = eigenvectors[:, space <= space[dim - 1]]
-    cosines = [np.linalg.svd(basis.T @ vectors, compute_uv=False).min() for vectors in (needed, allowed) if vectors.size]
+    cosines = [np.linalg.svd(basis.T @ vectors, compute_uv=False).min()
+               for vectors in (needed, allowed) if vectors.size]
     return {"eval/cosine": np.sqrt(inside.sum(0)).mean(), "eval/subspace": min(cosines),
             "eval/fiedler_r2": 1 - error.var() / fiedler.var()}
 
 
 def reachability_scale(args, duals):
-    """What phi's coordinates are divided by [d - 1]: at ALLO's solution duals_ii = -4 lambda_i (RA-LapRep, Wang et al., ICML 2023)."""
+    """What phi's coordinates are divided by [d - 1]: at ALLO's solution duals_ii = -4 lambda_i (RA-LapRep,
+    Wang et al., ICML 2023)."""
     return (-duals.diagonal()[1:] / 4).clamp_min(1e-6).sqrt()
 
 
 @torch.no_grad()
 def representation(args, phi, duals, obs):
-    """The representation [n, d] that the run stands for at obs [n, ...]; d - 1 coordinates with --reachability."""
+    """The run's representation [n, d] at obs [n, ...]; d - 1 coordinates with --reachability."""
     output = phi(torch.as_tensor(obs))
     return (output[:, 1:] / reachability_scale(args, duals) if args.reachability else output).numpy()
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------- training
 def load(path, num_envs=1, seed=0):
     """(args, env, phi) of a run directory or checkpoint; phi takes obs [n, ...] and gives an array [n, d]."""
     checkpoint = gridworld.load_checkpoint(path, ("laprep",))
@@ -304,15 +333,10 @@ def load(path, num_envs=1, seed=0):
 
 def train(args):
     torch.set_num_threads(1)  # networks this small run slower on more threads
-    torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages, which run 2x slower
-    gridworld.check_ranges(args, RANGES)
-    env = make_env(args.env, args.num_envs, args.seed)
-    resolve(args, env)
-    base = Args(env=args.env, objective=args.objective, prior=args.prior)
-    resolve(base, env)
-    base.objective, base.prior = Args.objective, Args.prior
-    variant = gridworld.variant_name(args, base)
-    with gridworld.run_directory(args, env, variant, "laprep", ("updates",)) as (run_dir, checkpoint), gridworld.stop_requests() as stop:
+    torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages: 2x slower
+    env, variant = prepare(args)
+    with gridworld.run_directory(args, env, variant, "laprep", ("updates",)) as (run_dir, checkpoint), \
+            gridworld.stop_requests() as stop:
         torch.manual_seed(args.seed)
         rng = np.random.default_rng(args.seed)
         phi = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale)
@@ -323,9 +347,10 @@ def train(args):
             exact = env.laplacian_eigenvectors(min(args.dim + 8, len(env.truth_obs)))
         episodes = -(-args.samples // args.episode_length)  # held as data, rounded up
         data = []
-        # All that changes beside network, optimiser, environment, data and random numbers; it is the rest of the checkpoint.
+        # What changes beside network, optimiser, environment, data and random numbers: the checkpoint's rest.
         run = {"update": 0, "seconds": 0.0, "env_steps": 0, "rows": [], "sums": {}, "snapshots": {},
-               "visits": torch.zeros(env.num_cells, dtype=torch.long), "ever": torch.zeros(env.num_cells, dtype=torch.bool)}
+               "visits": torch.zeros(env.num_cells, dtype=torch.long),
+               "ever": torch.zeros(env.num_cells, dtype=torch.bool)}
 
         def collect():
             walks, cells = rollout(args, env, rng)
@@ -345,7 +370,8 @@ def train(args):
                 data[:] = [checkpoint["data"].numpy()]
 
         if args.data == "offline":  # made again from the seed on --resume: it would be most of the checkpoint
-            for _ in tqdm(range(-(-episodes // args.num_envs)), desc="data", unit="rollout", dynamic_ncols=True):
+            for _ in tqdm(range(-(-episodes // args.num_envs)), desc="data", unit="rollout",
+                          dynamic_ncols=True):
                 collect()
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
@@ -353,15 +379,17 @@ def train(args):
         writer = gridworld.tensorboard_writer(args, run_dir)
 
         def save():
-            content = {"duals": duals, "networks": phi.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng.bit_generator.state,
-                       "env": gridworld.as_tensors(env.get_state())} | ({"data": torch.as_tensor(data[0])} if args.data == "online" else {})
+            content = {"duals": duals, "networks": phi.state_dict(), "optimizer": optimizer.state_dict(),
+                       "rng": rng.bit_generator.state, "env": gridworld.as_tensors(env.get_state())} | (
+                           {"data": torch.as_tensor(data[0])} if args.data == "online" else {})
             gridworld.save_checkpoint(run_dir, "laprep", variant, env, args, run | content)
 
         cell_distance = getattr(env, "cell_distance", None)
         far_cells = None if cell_distance is None else cell_distance >= np.quantile(cell_distance, 0.8)
         stages = {max(1, round(share * args.updates)) for share in (0.03, 0.08, 0.15, 0.3, 0.6, 1.0)}
         first, begin = run["update"] + 1, time.perf_counter() - run["seconds"]
-        bar = tqdm(range(first, args.updates + 1), initial=run["update"], total=args.updates, unit="update", dynamic_ncols=True)
+        bar = tqdm(range(first, args.updates + 1), initial=run["update"], total=args.updates, unit="update",
+                   dynamic_ncols=True)
         for number in bar:
             if args.data == "online" and (number - 1) % args.updates_per_rollout == 0:
                 collect()
@@ -380,15 +408,18 @@ def train(args):
                 if visits.any():  # not between two rollouts
                     row["eval/coverage"] = (visits > 0).mean()
                     if cell_distance is not None:
-                        row |= {"eval/far": visits[far_cells].sum() / visits.sum(), "rollout/reached": cell_distance[visits > 0].max()}
-                gridworld.log_row(run, row, run_dir, bar, writer, ("spearman_all", "spearman_s0", "subspace", "fiedler_r2"))
+                        row |= {"eval/far": visits[far_cells].sum() / visits.sum(),
+                                "rollout/reached": cell_distance[visits > 0].max()}
+                gridworld.log_row(run, row, run_dir, bar, writer,
+                                  ("spearman_all", "spearman_s0", "subspace", "fiedler_r2"))
                 if args.data == "online":
                     run["visits"][:] = 0
             if number % args.checkpoint_every == 0 or number == args.updates or stop:
                 save()
             if stop and number < args.updates:
                 raise KeyboardInterrupt
-        gridworld.write_representation(run_dir, env, representation(args, phi, duals, env.truth_obs), run, args.env)
+        gridworld.write_representation(
+            run_dir, env, representation(args, phi, duals, env.truth_obs), run, args.env)
 
 
 if __name__ == "__main__":

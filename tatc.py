@@ -3,24 +3,27 @@
     python tatc.py --env umaze       # 2 minutes on one core
     python tatc.py --env antmaze1    # 33 minutes on one core
 
-Learns a 2-D representation phi of an environment together with eight directional skills, from one start state. Writes args.json,
-metrics.csv, checkpoint.pt, phi.npz and the pictures representation.png, progress.png, skills.png, curves.png to the run directory.
+Learns a 2-D representation phi of an environment together with eight directional skills, from one start
+state. Writes args.json, metrics.csv, checkpoint.pt, phi.npz and the pictures representation.png,
+progress.png, skills.png, curves.png to the run directory.
 
 Departures from the paper (evidence: README.md):
 D1  Eq. 5 is read as the mean over steps of the squared norm (--boredom selects the other readings).
-D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N trajectories of length c" is --skills-per-update 1,
-    the default on the ants.
-D3  What the paper leaves open: the critics are separate networks of the policies' shape that also see the time left.
-D4  The entropy coefficient of pi_low is 1 on the gridworlds (paper: 0.1, against returns that are sums of c rewards).
-D5  On the ants both policies learn by PPO: several passes with a clipped ratio, GAE, discount (--policy-update a2c is the paper's).
-D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the paper's), and phi sees x, y
-    at four times and everything else at a fiftieth of the policies' scale (antmaze.py, phi_scale).
+D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N trajectories of length c" is
+    --skills-per-update 1, the default on the ants.
+D3  Open in the paper: the critics are separate networks of the policies' shape that also see the time left.
+D4  The entropy coefficient of pi_low is 1 on the gridworlds (paper: 0.1, for returns that sum c rewards).
+D5  On the ants both policies learn by PPO: several passes with a clipped ratio, GAE, discount
+    (--policy-update a2c is the paper's).
+D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the
+    paper's), and phi sees x, y at four times and everything else at a fiftieth of the policies' scale
+    (antmaze.py, phi_scale).
 D7  An ant that lies on its back when an episode begins starts at s0.
-D8  On the ants phi learns from every 10th state of the last 20 updates' trajectories (--phi-memory 1 is the paper's).
+D8  On the ants phi learns from every 10th state of the last 20 updates (--phi-memory 1 is the paper's).
 D9  On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
-D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from the rest of that
-    skill (--fall-cost 0 is the paper's).
-D11 On the ants every step size goes linearly to 0 over the second half of the updates (--anneal 0 is the paper's).
+D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from
+    the rest of that skill (--fall-cost 0 is the paper's).
+D11 On the ants the step sizes go linearly to 0 in the second half of the updates (--anneal 0 is the paper's).
 """
 
 import math
@@ -41,23 +44,27 @@ import gridworld
 from antmaze import make_env
 from gridworld import UsageError
 
-# The appendix's values per environment. "indices" is any other environment whose observations are state indices; "vectors" is the
-# ants and any other with float vectors. What is missing here comes from the way the policies learn, below.
+# The appendix's values per environment. "indices" is any other environment whose observations are state
+# indices; "vectors" is the ants and any other with float vectors. What is missing here comes from the way the
+# policies learn, below.
 DEFAULTS = {
     "umaze": dict(reset_prob=0.3, random_walk_prob=0.4, episode_length=90, skill_length=30),
     "tmaze": dict(reset_prob=0.2, random_walk_prob=0.4, episode_length=40, skill_length=20),
     "4rooms": dict(reset_prob=0.25, random_walk_prob=0.5, episode_length=60, skill_length=20),
-    "indices": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20, boredom_coef=2.0, pair_gap=1, phi_memory=1,
-                    high_entropy_coef=0.3, low_entropy_coef=1.0, policy_update="a2c", updates=7000),
-    "vectors": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100, boredom_coef=5.0, pair_gap=10,
-                    phi_memory=20, high_entropy_coef=0.15, skills_per_update=1, policy_update="ppo", updates=6000),
+    "indices": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20, boredom_coef=2.0, pair_gap=1,
+                    phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, policy_update="a2c",
+                    updates=7000),
+    "vectors": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100,
+                    boredom_coef=5.0, pair_gap=10, phi_memory=20, high_entropy_coef=0.15, skills_per_update=1,
+                    policy_update="ppo", updates=6000),
 }
-# Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch, gamma = lambda = 1: one code for both (D5).
+# Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch, gamma = lambda = 1: one
+# code for both (D5).
 POLICY_UPDATES = {
-    "a2c": dict(update_epochs=1, gamma=1.0, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1, anneal=0.0, step_floor=0.0,
-                fall_cost=0.0),
-    "ppo": dict(update_epochs=4, gamma=0.95, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003, anneal=0.5, step_floor=1.0,
-                fall_cost=20.0),
+    "a2c": dict(update_epochs=1, gamma=1.0, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1,
+                anneal=0.0, step_floor=0.0, fall_cost=0.0),
+    "ppo": dict(update_epochs=4, gamma=0.95, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003,
+                anneal=0.5, step_floor=1.0, fall_cost=20.0),
 }
 FALL_AFTER = 1000  # updates before a fall costs anything: skills have to be fast first (D10)
 CLIP_COEF = 0.2
@@ -66,23 +73,25 @@ CLIP_COEF = 0.2
 def default(name):
     """What --help shows as the default of a field that depends on --env."""
     known = {env: values[name] for env, values in (DEFAULTS | POLICY_UPDATES).items() if name in values}
-    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(f"{env} {value}" for env, value in known.items()) + ")")
+    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
+        f"{env} {value}" for env, value in known.items()) + ")")
 
 
 @dataclass
 class Args:
     env: str = "umaze"
-    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, a maze text file, ant:FILE, or FILE.py:FUNCTION for your own"""
+    """umaze, tmaze, 4rooms, antmaze1, antmaze2, antmaze-large, maze file, ant:FILE, your FILE.py:FUNCTION"""
     seed: int = 0
     """seed of everything: networks, policies, environment"""
-    run_dir: Annotated[Optional[str], tyro.conf.arg(help_behavior_hint="(default: runs/tatc/<env>/<variant>/seed<seed>)")] = None
+    run_dir: Annotated[Optional[str], tyro.conf.arg(
+        help_behavior_hint="(default: runs/tatc/<env>/<variant>/seed<seed>)")] = None
     """where to write"""
     resume: bool = False
     """continue the run in the run directory, or start it if there is none"""
     updates: Annotated[Optional[int], default("updates")] = None
     """number of updates (paper: 7000 on the gridworlds, 10000 on the ants)"""
     prior: Literal["s0", "uniform"] = "s0"
-    """s0: an episode starts where the last one ended, or at s0 with probability p_r; uniform: at a uniform free state"""
+    """s0: episodes start where the last ended, or at s0 with probability p_r; uniform: at any free state"""
     beta: float = 0.2
     """beta, weight of the repulsive term, Eq. 2"""
     boredom_coef: Annotated[Optional[float], default("boredom_coef")] = None
@@ -106,19 +115,20 @@ class Args:
     random_walk_prob: Annotated[Optional[float], default("random_walk_prob")] = None
     """p_rw, probability that an episode is a random walk"""
     episode_length: Annotated[Optional[int], default("episode_length")] = None
-    """K, steps per episode; for a gridworld of your own the distance of its furthest state, in whole skills"""
+    """K, steps per episode; for a gridworld of your own its furthest state's distance, in whole skills"""
     skill_length: Annotated[Optional[int], default("skill_length")] = None
     """c, steps per skill; L = K / c"""
     num_envs: int = 32
     """N, episodes collected side by side"""
-    skills_per_update: Annotated[Optional[int], tyro.conf.arg(help_behavior_hint="(default: L, vectors 1)")] = None
+    skills_per_update: Annotated[Optional[int], tyro.conf.arg(
+        help_behavior_hint="(default: L, vectors 1)")] = None
     """skills of every episode between two updates: L (Algorithm 1) or 1 (the text)"""
     hidden: int = 128
     """units in each of the two hidden layers"""
     learning_rate: float = 1e-3
     """step size of every network: RMSprop, with PPO Adam for the policies and critics"""
     anneal: Annotated[Optional[float], default("anneal")] = None
-    """share of the updates, the last ones, over which every step size goes linearly to 0 (paper: 0, constant)"""
+    """share of updates, the last ones, over which every step size goes linearly to 0 (paper: 0, constant)"""
     high_entropy_coef: Annotated[Optional[float], default("high_entropy_coef")] = None
     """entropy coefficient of pi_hi"""
     low_entropy_coef: Annotated[Optional[float], default("low_entropy_coef")] = None
@@ -126,7 +136,7 @@ class Args:
     policy_update: Annotated[Optional[Literal["a2c", "ppo"]], default("policy_update")] = None
     """how the policies learn: the paper's vanilla A2C with Monte-Carlo returns, or PPO"""
     update_epochs: Annotated[Optional[int], default("update_epochs")] = None
-    """passes of pi_low over its batch; with PPO in 8 minibatches each, and pi_hi takes 8 steps on its whole batch"""
+    """passes of pi_low over a batch; with PPO in 8 minibatches each, for pi_hi 8 steps on its whole batch"""
     gamma: Annotated[Optional[float], default("gamma")] = None
     """discount of pi_low"""
     gae_lambda: Annotated[Optional[float], default("gae_lambda")] = None
@@ -142,11 +152,12 @@ class Args:
 
 
 RANGES = dict(
-    seed=(0, 2**31), updates=(1, 10**8), beta=(0, 1e6), boredom_coef=(0, 1e6), pair_gap=(1, 10**4), phi_memory=(1, 1000),
-    step_floor=(0, 1e6), fall_cost=(0, 1e6), dim=(2, 64), num_directions=(1, 256), reset_prob=(0, 1), random_walk_prob=(0, 1),
-    episode_length=(1, 10**5), skill_length=(1, 10**4), num_envs=(1, 4096), skills_per_update=(1, 10**4), hidden=(1, 4096),
-    learning_rate=(0, 1), anneal=(0, 1), high_entropy_coef=(0, 1e6), low_entropy_coef=(0, 1e6), update_epochs=(1, 1000),
-    gamma=(0, 1), gae_lambda=(0, 1), log_every=(1, 10**8), checkpoint_every=(1, 10**8),
+    seed=(0, 2**31), updates=(1, 10**8), beta=(0, 1e6), boredom_coef=(0, 1e6), pair_gap=(1, 10**4),
+    phi_memory=(1, 1000), step_floor=(0, 1e6), fall_cost=(0, 1e6), dim=(2, 64), num_directions=(1, 256),
+    reset_prob=(0, 1), random_walk_prob=(0, 1), episode_length=(1, 10**5), skill_length=(1, 10**4),
+    num_envs=(1, 4096), skills_per_update=(1, 10**4), hidden=(1, 4096), learning_rate=(0, 1), anneal=(0, 1),
+    high_entropy_coef=(0, 1e6), low_entropy_coef=(0, 1e6), update_epochs=(1, 1000), gamma=(0, 1),
+    gae_lambda=(0, 1), log_every=(1, 10**8), checkpoint_every=(1, 10**8),
 )
 
 
@@ -164,17 +175,31 @@ def resolve(args, env):
     skills = args.episode_length // args.skill_length
     args.skills_per_update = args.skills_per_update or skills
     for name, whole, of in (("skill_length", args.episode_length, "--episode-length"),
-                            ("pair_gap", args.skill_length, "--skill-length"), ("skills_per_update", skills, "L = K / c =")):
+                            ("pair_gap", args.skill_length, "--skill-length"),
+                            ("skills_per_update", skills, "L = K / c =")):
         if whole % getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use a divisor of {of} {whole}")
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; "
+                             f"use a divisor of {of} {whole}")
 
 
-# ------------------------------------------------------------------------------------------------------------- networks
+def prepare(args):
+    """(environment, variant) of the arguments, which get their values for it: the run's name (README, "Runs")."""
+    gridworld.check_ranges(args, RANGES)
+    env = make_env(args.env, args.num_envs, args.seed)
+    resolve(args, env)
+    plain, base = Args(env=args.env), Args(env=args.env, policy_update=args.policy_update)
+    resolve(plain, env)
+    resolve(base, env)
+    base.policy_update = plain.policy_update
+    return env, gridworld.variant_name(args, base)
+
+
+# --------------------------------------------------------------------------------------------------- networks
 class Net(nn.Module):
     """MLP with two hidden tanh layers on the concatenation of obs and extra.
 
-    obs is a float vector [..., obs_size], scaled by fixed constants, or a state index [...]: the one-hot code of a state times
-    the first layer's weight is a row of it.
+    obs is a float vector [..., obs_size], scaled by fixed constants, or a state index [...]: the one-hot code
+    of a state times the first layer's weight is a row of it.
     """
 
     def __init__(self, obs_size, extra_size, outputs, hidden, obs_scale=None):
@@ -204,13 +229,15 @@ def make_networks(args, env):
     def net(extra_size, outputs, scale=env.obs_scale):
         return Net(env.obs_size, extra_size, outputs, args.hidden, scale)
 
-    return nn.ModuleDict({"phi": net(0, args.dim, env.phi_scale), "pi_hi": net(0, args.num_directions), "v_hi": net(1, 1),
-                          "pi_low": net(args.dim, heads * values), "v_low": net(args.dim + 1, 1)})
+    return nn.ModuleDict({
+        "phi": net(0, args.dim, env.phi_scale), "pi_hi": net(0, args.num_directions), "v_hi": net(1, 1),
+        "pi_low": net(args.dim, heads * values), "v_low": net(args.dim + 1, 1)})
 
 
 def make_optimizers(args, networks):
     """RMSprop as in the paper; with PPO, Adam for each policy and its critic (D5)."""
-    groups = {"phi": networks["phi"].parameters(), "low": [*networks["pi_low"].parameters(), *networks["v_low"].parameters()],
+    groups = {"phi": networks["phi"].parameters(),
+              "low": [*networks["pi_low"].parameters(), *networks["v_low"].parameters()],
               "high": [*networks["pi_hi"].parameters(), *networks["v_hi"].parameters()]}
 
     def make(name, parameters):
@@ -229,7 +256,7 @@ def make_directions(args):
     return torch.as_tensor(omega)
 
 
-# --------------------------------------------------------------------------------------------------------------- losses
+# ----------------------------------------------------------------------------------------------------- losses
 def contrastive_loss(phi_u, phi_v, phi_x, phi_y, beta):
     """Eq. 2: transitions (u, v) [n, d] of random walks attract, independent pairs (x, y) [m, d] repel."""
     attract = (phi_u - phi_v).square().sum(-1).mean()
@@ -238,9 +265,9 @@ def contrastive_loss(phi_u, phi_v, phi_x, phi_y, beta):
 
 
 def skill_reward(phi_s, phi_next, delta, floor=0.0):
-    """Eq. 3: cosine [...] between the step phi_s -> phi_next [..., d] and delta [..., d]; 0 where phi does not move.
+    """Eq. 3: cosine [...] of the step phi_s -> phi_next [..., d] and delta [..., d]; 0 if phi does not move.
 
-    D9: `floor` times the batch's mean length is added to the length of the step: a small step earns less than a large one.
+    D9: `floor` times the batch's mean length is added to the step's: a small step earns less than a large.
     """
     step = phi_next - phi_s
     norm = step.norm(dim=-1)
@@ -261,7 +288,8 @@ def boredom_loss(phi_tau, reading):
 
 
 def tatc_loss(args, encode, walks, skill_paths, rng):
-    """Eq. 6: Eq. 2 on D_mu (walks [n, steps, ...]) plus beta' times Eq. 5 on D_s (skill_paths [m, steps, ...]); either may be empty."""
+    """Eq. 6: Eq. 2 on D_mu (walks [n, steps, ...]) plus beta' times Eq. 5 on D_s (skill_paths
+    [m, steps, ...]); either may be empty."""
     loss, info = torch.zeros(()), {}
     if len(walks):
         phi_walk = encode(walks)
@@ -277,7 +305,8 @@ def tatc_loss(args, encode, walks, skill_paths, rng):
 
 
 def ppo_loss(log_prob, entropy, value, old_log_prob, advantage, returns, entropy_coef, value_coef):
-    """PPO's clipped objective, entropy bonus and the critic's error, all [n]; before the first step it is A2C's policy gradient."""
+    """PPO's clipped objective, entropy bonus and the critic's error, all [n]; before the first step it is
+    A2C's policy gradient."""
     ratio = (log_prob - old_log_prob).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF) * advantage)
     policy_loss = -gain.mean() - entropy_coef * entropy.mean()
@@ -287,7 +316,7 @@ def ppo_loss(log_prob, entropy, value, old_log_prob, advantage, returns, entropy
 
 
 def lambda_returns(rewards, values, ended, gamma, gae_lambda):
-    """TD(lambda) returns [n, T], which GAE's advantages plus values are; gamma = lambda = 1 are Monte-Carlo returns.
+    """TD(lambda) returns [n, T], GAE's advantages plus values; gamma = lambda = 1 are Monte-Carlo returns.
 
     rewards, values [n, T]; ended [n, T]: nothing follows that step. Nothing follows the last step either.
     """
@@ -298,10 +327,10 @@ def lambda_returns(rewards, values, ended, gamma, gae_lambda):
     return returns
 
 
-# -------------------------------------------------------------------------------------------------------------- rollout
+# ---------------------------------------------------------------------------------------------------- rollout
 @torch.no_grad()
 def skill_policy(pi_low, omega, action_shape, obs, skill):
-    """Probabilities [..., heads, values] of pi_low at obs [..., ...] for the skills [...], numbers of directions in omega."""
+    """Probabilities [..., heads, values] of pi_low at obs [..., ...] for skills [...], rows of omega."""
     obs, skill = torch.as_tensor(obs), torch.as_tensor(skill)
     return F.softmax(pi_low(obs, omega[skill]).unflatten(-1, action_shape), dim=-1).numpy()
 
@@ -309,7 +338,7 @@ def skill_policy(pi_low, omega, action_shape, obs, skill):
 def make_actor(pi_low, omega, action_shape, rng):
     """act(obs [N, ...], skill [N]) -> actions [N, heads], sampled from pi_low; skill n is the random walk.
 
-    With state indices every state's probabilities are computed once, because a network's call costs more than a step.
+    With state indices all probabilities are computed once, because a network's call costs more than a step.
     """
     heads, values = action_shape
     if pi_low.obs_scale is None:
@@ -322,7 +351,8 @@ def make_actor(pi_low, omega, action_shape, rng):
     @torch.no_grad()
     def act(obs, skill):
         walk = skill == len(omega)
-        logits = pi_low(torch.as_tensor(obs), omega[np.where(walk, 0, skill)]).numpy().reshape(-1, heads, values)
+        logits = pi_low(torch.as_tensor(obs),
+                        omega[np.where(walk, 0, skill)]).numpy().reshape(-1, heads, values)
         logits[walk] = 0.0
         gumbel = -np.log(rng.standard_exponential(logits.shape, dtype=np.float32).clip(1e-30))
         return (logits + gumbel).argmax(-1)
@@ -347,9 +377,10 @@ def start_episodes(args, env, rng):
 
 
 def rollout(args, env, networks, omega, random_walk, rng):
-    """Algorithm 1, lines 8-13: J = skills_per_update skills of c steps of each agent, or random walks of the same length.
+    """Algorithm 1, lines 8-13: J = skills_per_update skills of c steps per agent, or random walks as long.
 
-    Returns tensors obs [J, N, c + 1, ...], actions [J, N, c, heads], skill [J, N] (n for a random walk) and fallen [J, N, c + 1].
+    Returns tensors obs [J, N, c + 1, ...], actions [J, N, c, heads], skill [J, N] (n for a random walk) and
+    fallen [J, N, c + 1].
     """
     act, parts = make_actor(networks["pi_low"], omega, env.action_shape, rng), []
     for _ in range(args.skills_per_update):
@@ -363,9 +394,9 @@ def rollout(args, env, networks, omega, random_walk, rng):
     return [torch.as_tensor(np.stack(part)) for part in zip(*parts)]
 
 
-# --------------------------------------------------------------------------------------------------------------- update
+# ----------------------------------------------------------------------------------------------------- update
 def encoder(phi):
-    """phi as a function of observations [...] -> [..., d]; a state index goes through the network once for all its visits."""
+    """phi of observations [...] -> [..., d]; a state index goes through the network once for all visits."""
     if phi.obs_scale is not None:
         return phi
     table = phi(torch.arange(len(phi.weight_obs)))
@@ -373,15 +404,16 @@ def encoder(phi):
 
 
 def log_prob_and_entropy(logits, actions):
-    """log pi(a|s) and entropy, both [n], of independent heads: logits [n, heads, values], actions [n, heads]."""
+    """log pi(a|s) and entropy [n] of independent heads: logits [n, heads, values], actions [n, heads]."""
     log_pi = F.log_softmax(logits, dim=-1)
     return log_pi.gather(-1, actions[..., None]).squeeze(-1).sum(-1), -(log_pi.exp() * log_pi).sum((-1, -2))
 
 
 def update_policy(args, policy, critic, optimizer, omega, obs, skill, actions, rewards, fallen, level, rng):
-    """A2C or PPO on trajectories: obs [n, T, ...], actions [n, T, heads], rewards [n, T], fallen [n, T + 1], skill [n] in omega [k, d].
+    """A2C or PPO on trajectories: obs [n, T, ...], actions [n, T, heads], rewards [n, T], fallen [n, T + 1],
+    skill [n] in omega [k, d].
 
-    Nothing is learned from steps that begin after a fall, and nothing follows it. Returns the terms of the last loss.
+    Nothing is learned from steps after a fall, and nothing follows it. Returns the terms of the last loss.
     """
     count, steps = rewards.shape
     ppo, low = args.policy_update == "ppo", level == "low"
@@ -426,9 +458,10 @@ def update_policy(args, policy, critic, optimizer, omega, obs, skill, actions, r
 
 
 def update(args, networks, optimizers, omega, batch, episode, recent, rng, fall_cost=0.0):
-    """Algorithm 1, lines 15-16. batch: what `rollout` returns. episode: (obs [N, L, ...] where each skill began, final obs [N, ...],
-    skill [N, L]) once the episode is complete, otherwise None. recent: what phi learns from, a list of (every pair_gap-th state
-    of trajectories [n, steps, ...], whether they are random walks [n]) of the last updates, the newest last.
+    """Algorithm 1, lines 15-16. batch: what `rollout` returns. episode: (obs [N, L, ...] where each skill
+    began, final obs [N, ...], skill [N, L]) once the episode is complete, otherwise None. recent: what phi
+    learns from, a list of (every pair_gap-th state of trajectories [n, steps, ...], whether they are random
+    walks [n]) of the last updates, the newest last.
     """
     obs, actions, skill, fallen = (part.flatten(0, 1) for part in batch)
     info, encode = {}, encoder(networks["phi"])
@@ -440,20 +473,22 @@ def update(args, networks, optimizers, omega, batch, episode, recent, rng, fall_
         reward = skill_reward(phi_tau[:, :-1], phi_tau[:, 1:], omega[skill[mine]][:, None], args.step_floor)
         fallen = (fallen[mine].cumsum(1) > 0) & (fall_cost > 0)  # from the first fall on, D10
         paid = torch.where(fallen[:, 1:], -fall_cost, reward)
-        info |= update_policy(args, networks["pi_low"], networks["v_low"], optimizers["low"], omega, tau[:, :-1], skill[mine],
-                              actions[mine], paid, fallen, "low", rng)
+        info |= update_policy(args, networks["pi_low"], networks["v_low"], optimizers["low"], omega,
+                              tau[:, :-1], skill[mine], actions[mine], paid, fallen, "low", rng)
         info["rollout/skill_reward"] = reward.mean()
     if episode is not None and (episode[2][:, 0] < len(omega)).any():
         began, final, chosen = (part[episode[2][:, 0] < len(omega)] for part in episode)
         with torch.no_grad():
             returns = high_return(encode(began[:, 0]), encode(final))
-        rewards = F.pad(returns[:, None], (chosen.shape[1] - 1, 0))  # at the end: the same return for all L choices
+        rewards = F.pad(returns[:, None], (chosen.shape[1] - 1, 0))  # at the end: the same for all L choices
         nobody = torch.zeros(len(chosen), chosen.shape[1] + 1, dtype=torch.bool)
         no_skill = torch.zeros(len(chosen), dtype=torch.long)  # pi_hi's one input is the state
-        info |= update_policy(args, networks["pi_hi"], networks["v_hi"], optimizers["high"], omega.new_empty(1, 0), began, no_skill,
-                              chosen[..., None], rewards, nobody, "high", rng)
+        info |= update_policy(
+            args, networks["pi_hi"], networks["v_hi"], optimizers["high"], omega.new_empty(1, 0), began,
+            no_skill, chosen[..., None], rewards, nobody, "high", rng)
         info["rollout/high_return"] = returns.mean()
-    walks, skill_paths = (torch.cat([paths[walk == which] for paths, walk in recent]) for which in (True, False))
+    walks, skill_paths = (torch.cat([paths[walk == which] for paths, walk in recent])
+                          for which in (True, False))
     loss, terms = tatc_loss(args, encode, walks, skill_paths, rng)
     optimizers["phi"].zero_grad()
     loss.backward()
@@ -461,14 +496,14 @@ def update(args, networks, optimizers, omega, batch, episode, recent, rng, fall_
     return info | {f"loss/{key}": value for key, value in terms.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def representation(networks, env):
     """phi [S, d] of the ground-truth states."""
     return networks["phi"](torch.as_tensor(env.truth_obs)).numpy()
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------- training
 def load(path, num_envs=1, seed=0):
     """(args, env, networks, omega) of a run directory or checkpoint: phi and the skills, ready to use."""
     checkpoint = gridworld.load_checkpoint(path, ("tatc",))
@@ -481,24 +516,18 @@ def load(path, num_envs=1, seed=0):
 
 def train(args):
     torch.set_num_threads(1)  # networks this small run slower on more threads
-    gridworld.check_ranges(args, RANGES)
-    env = make_env(args.env, args.num_envs, args.seed)
-    resolve(args, env)
-    plain, base = Args(env=args.env), Args(env=args.env, policy_update=args.policy_update)
-    resolve(plain, env)
-    resolve(base, env)
-    base.policy_update = plain.policy_update
-    variant = gridworld.variant_name(args, base)
-    with gridworld.run_directory(args, env, variant, "tatc", () if args.anneal else ("updates",)) as (run_dir, checkpoint), \
-            gridworld.stop_requests() as stop:
+    env, variant = prepare(args)
+    with gridworld.run_directory(args, env, variant, "tatc", () if args.anneal else ("updates",)) \
+            as (run_dir, checkpoint), gridworld.stop_requests() as stop:
         torch.manual_seed(args.seed)
         rng = np.random.default_rng(args.seed)
         networks, omega = make_networks(args, env), make_directions(args)
         optimizers = make_optimizers(args, networks)
-        # All that changes beside networks, optimisers, environment and random numbers; it is the rest of the checkpoint.
-        run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {}, "snapshots": {}, "random_walk": torch.zeros(args.num_envs),
-               "visited": torch.zeros(env.num_cells, dtype=torch.bool), "ever": torch.zeros(env.num_cells, dtype=torch.bool),
-               "began": [], "chosen": [], "recent": []}
+        # All that changes beside networks, optimisers, environment and random numbers: the checkpoint's rest.
+        run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {}, "snapshots": {},
+               "random_walk": torch.zeros(args.num_envs),
+               "visited": torch.zeros(env.num_cells, dtype=torch.bool),
+               "ever": torch.zeros(env.num_cells, dtype=torch.bool), "began": [], "chosen": [], "recent": []}
 
         def restore():
             networks.load_state_dict(checkpoint["networks"])
@@ -514,39 +543,47 @@ def train(args):
         gridworld.write_args(args, env, variant, "tatc", run_dir)
         writer = gridworld.tensorboard_writer(args, run_dir)
         steps_per_update = args.skills_per_update * args.skill_length * args.num_envs
-        print(f"{env.name}, {variant}: K {args.episode_length}, c {args.skill_length}, p_r {args.reset_prob}, p_rw "
-              f"{args.random_walk_prob}, N {args.num_envs}; {args.updates} updates of {steps_per_update} steps")
+        print(f"{env.name}, {variant}: K {args.episode_length}, c {args.skill_length}, "
+              f"p_r {args.reset_prob}, p_rw {args.random_walk_prob}, N {args.num_envs}; "
+              f"{args.updates} updates of {steps_per_update} steps")
 
         def save():
             gridworld.save_checkpoint(run_dir, "tatc", variant, env, args, run | {
-                "recent": list(recent), "networks": networks.state_dict(), "env": gridworld.as_tensors(env.get_state()),
-                "rng": rng.bit_generator.state, "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}})
+                "recent": list(recent), "networks": networks.state_dict(),
+                "env": gridworld.as_tensors(env.get_state()), "rng": rng.bit_generator.state,
+                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}})
 
         cell_distance = getattr(env, "cell_distance", None)
         far_cells = None if cell_distance is None else cell_distance >= np.quantile(cell_distance, 0.8)
         stages = {max(1, round(share * args.updates)) for share in (0.03, 0.08, 0.15, 0.3, 0.6, 1.0)}
         first, begin = run["update"] + 1, time.perf_counter() - run["seconds"]
-        bar = tqdm(range(first, args.updates + 1), initial=run["update"], total=args.updates, unit="update", dynamic_ncols=True)
+        bar = tqdm(range(first, args.updates + 1), initial=run["update"], total=args.updates, unit="update",
+                   dynamic_ncols=True)
         for number in bar:  # Algorithm 1, line 2
             if not run["began"]:
                 run["random_walk"] = torch.as_tensor(start_episodes(args, env, rng))  # lines 5-7
-            batch = obs, _, skill, _ = rollout(args, env, networks, omega, run["random_walk"].numpy(), rng)  # lines 8-13
+            batch = obs, _, skill, _ = rollout(  # lines 8-13
+                args, env, networks, omega, run["random_walk"].numpy(), rng)
             run["began"] += [part.clone() for part in obs[:, :, 0]]
             run["chosen"] += [part.clone() for part in skill]
             episode = None
             if len(run["began"]) == args.episode_length // args.skill_length:
                 episode = torch.stack(run["began"], dim=1), obs[-1, :, -1], torch.stack(run["chosen"], dim=1)
                 run["began"], run["chosen"] = [], []
-            recent.append((obs[:, :, :: args.pair_gap].flatten(0, 1).clone(), run["random_walk"].repeat(len(obs)) > 0))  # D6, D8
+            recent.append((obs[:, :, :: args.pair_gap].flatten(0, 1).clone(),  # D6, D8
+                           run["random_walk"].repeat(len(obs)) > 0))
             if args.anneal:  # D11
                 for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
-                    group["lr"] = args.learning_rate * min(1.0, (args.updates + 1 - number) / (args.anneal * args.updates))
+                    group["lr"] = args.learning_rate * min(
+                        1.0, (args.updates + 1 - number) / (args.anneal * args.updates))
             fall_cost = args.fall_cost if number > FALL_AFTER else 0.0
-            info = update(args, networks, optimizers, omega, batch, episode, recent, rng, fall_cost)  # lines 15-16
+            info = update(  # lines 15-16
+                args, networks, optimizers, omega, batch, episode, recent, rng, fall_cost)
 
             cells = env.cell(obs[:, :, 1:].flatten(0, 2).numpy())
             run["visited"][cells] = run["ever"][cells] = True
-            info |= {"rollout/random_walks": run["random_walk"].float().mean(), "rollout/fallen": env.fallen().mean()}
+            info |= {"rollout/random_walks": run["random_walk"].float().mean(),
+                     "rollout/fallen": env.fallen().mean()}
             if far_cells is not None:
                 info["eval/far"] = far_cells[cells].mean()
             gridworld.add_to_sums(run["sums"], info, number)
@@ -557,14 +594,17 @@ def train(args):
                 row = {"update": number, "env_steps": number * steps_per_update, "seconds": run["seconds"]}
                 row |= gridworld.means(run["sums"])
                 row |= gridworld.rank_correlation(representation(networks, env), env)
-                row |= {"eval/coverage": run["visited"].float().mean(), "eval/coverage_total": run["ever"].float().mean()}
+                row |= {"eval/coverage": run["visited"].float().mean(),
+                        "eval/coverage_total": run["ever"].float().mean()}
                 if cell_distance is not None:
                     row["rollout/reached"] = cell_distance[run["visited"]].max()
                 if hasattr(env, "diverged"):
                     row["rollout/diverged"] = env.diverged
                 if not row["eval/extent"] > 0.01:
-                    bar.write(f"warning: at update {number} phi has collapsed, its extent is {row['eval/extent']:.3g}")
-                gridworld.log_row(run, row, run_dir, bar, writer, ("spearman_all", "spearman_s0", "coverage", "far"))
+                    bar.write(f"warning: at update {number} phi has collapsed, "
+                              f"its extent is {row['eval/extent']:.3g}")
+                gridworld.log_row(run, row, run_dir, bar, writer,
+                                  ("spearman_all", "spearman_s0", "coverage", "far"))
                 run["visited"][:] = False
             if number % args.checkpoint_every == 0 or number == args.updates or stop:
                 save()
