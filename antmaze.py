@@ -208,8 +208,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
     of the next). Results do not depend on num_threads.
     """
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
-    obs_size = 29
-    action_shape = (8, 5)
+    obs_size, action_shape, no_opengl = 29, (8, 5), None
     # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block,
     # height, quaternion and joint angles as they are, velocities to order 1.
     obs_scale = np.array([0.6 / BLOCK] * 2 + [1] * 13 + [0.5] * 3 + [0.3] * 3 + [0.2] * 8, np.float32)
@@ -219,18 +218,12 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
 
     def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False,
                  max_episode_steps=1000, start="s0", render_mode=None):
-        for name, value in (("num_envs", num_envs), ("num_threads", num_threads),
-                            ("max_episode_steps", max_episode_steps)):
-            if value != math.inf and (not isinstance(value, (int, np.integer)) or not 1 <= value < 2**20):
-                raise UsageError(f"{name} must be an integer from 1 to {2**20}, got {value!r}")
-        if start not in ("s0", "uniform"):
-            raise UsageError(f"start must be 's0' or 'uniform', got {start!r}")
-        if render_mode not in (None, "rgb_array"):
-            raise UsageError(f"render_mode must be None or 'rgb_array', got {render_mode!r}")
+        gridworld.check_constructor(num_envs, seed, max_episode_steps, start, render_mode, num_threads)
         self.num_envs, self.start, self.max_episode_steps = int(num_envs), start, max_episode_steps
-        self.render_mode, self._renderer, self._maze = render_mode, None, maze
-        name, self.free, self.start_block, goal = gridworld.read_maze(str(maze), MAZES, MOST_BLOCKS)
-        self.name = name if maze in MAZES else f"ant-{name}"
+        self.render_mode, self._renderer = render_mode, None
+        self._maze = maze if isinstance(maze, tuple) else gridworld.read_maze(str(maze), MAZES, MOST_BLOCKS)
+        name, self.free, self.start_block, goal = self._maze
+        self.name = name if name in MAZES else f"ant-{name}"
         self.model = build_model(self.free, self.start_block)
         self._batch = mujoco.batch.Batch(self.model, self.num_envs, int(num_threads))
         self._rows = self._batch.state  # time, qpos 15, qvel 14, warm start, ctrl ...: all a step depends on
@@ -434,12 +427,12 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
 
     # ---------------------------------------------------------------------------------------------- Gymnasium
     def reset(self, *, seed=None, options=None):
-        """Options: {"start": "s0", "uniform" or states [N, 29]}."""
-        if seed is not None and (not isinstance(seed, (int, np.integer)) or seed < 0):
-            raise UsageError(f"seed must be an integer of at least 0, got {seed!r}")
+        """Options: {"start": "s0", "uniform" or states [n, 29]}, {"reset_mask": bool [N]}."""
         super().reset(seed=None if seed is None else int(seed))
-        self.place(np.ones(self.num_envs, bool), (options or {}).get("start", self.start))
-        self._steps[:], self._done[:] = 0, False
+        options = options or {}
+        mask = np.asarray(options.get("reset_mask", np.ones(self.num_envs, bool)))
+        self.place(mask, options.get("start", self.start))
+        self._steps[mask], self._done[mask] = 0, False
         return self.obs, {}
 
     def step(self, actions):
@@ -466,10 +459,14 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             return None
         if self._renderer is None:
             model = build_model(self.free, self.start_block, plain=True)
-            try:
-                self._renderer = mujoco.Renderer(model, 480, 480)
-            except Exception as error:  # each GL backend fails in its own way
-                raise UsageError(f"rendering needs OpenGL ({error}); set MUJOCO_GL=egl or osmesa") from None
+            if AntMazeVec.no_opengl is None:
+                try:
+                    self._renderer = mujoco.Renderer(model, 480, 480)
+                except Exception as error:  # each GL backend fails in its own way, and a second try may abort
+                    AntMazeVec.no_opengl = str(error)
+            if self._renderer is None:
+                raise UsageError(f"rendering needs OpenGL ({AntMazeVec.no_opengl}); "
+                                 "set MUJOCO_GL=egl or osmesa")
             self._render_data = mujoco.MjData(model)
         camera = mujoco.MjvCamera()
         camera.lookat[:2] = self.corner + np.array([self.free.shape[1], -self.free.shape[0]]) * BLOCK / 2
@@ -545,8 +542,7 @@ class AntMazeEnv(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.vec._np_random = self.np_random
-        return self.vec.reset(options=options)[0][0], {}
+        return self.vec.reset(seed=seed, options=options)[0][0], {}
 
     def step(self, action):
         action = np.asarray(action)
@@ -732,6 +728,9 @@ class Args:
 
 def main(args):
     gridworld.check_ranges(args, {"seed": (0, 2**31)})
+    gridworld.picture_path(args.picture)
+    if args.render:
+        gridworld.picture_path(args.render, (".gif", ".png"))
     env = AntMazeVec(args.maze, 8, args.seed, start="uniform")
     goal = "none" if env.goal_index is None else f"{env.distance[env.start_index, env.goal_index]:.1f} away"
     print(f"{env.name}: {env.free.sum()} free blocks, {env.num_cells} cells, {len(env.truth_xy)} positional "

@@ -70,7 +70,7 @@ RANGES = dict(
     entropy_coef=(0, 1e6), learning_rate=(0, 1), hidden=(1, 4096), log_every=(1, 10**8), every=(1, 10**8),
     reward_factor=(1e-9, 1e9), steps=(1, 10**9), num_envs=(1, 4096), warmup=(1, 10**9), update_ratio=(0, 100),
     batch_size=(1, 10**6), alpha=(0, 1e6), tau=(1e-9, 1), anneal=(0, 1), eval_every=(1, 10**9), eval_episodes=(1, 4096),
-    batch=(1, 4096), skill_length=(1, 10**6), rollouts=(1, 4096), frames=(1, 10**4), size=(16, 4096), seeds=(0, 2**31),
+    batch=(1, 4096), skill_length=(1, 10**6), rollouts=(1, 4096), frames=(1, 10**4), size=(16, 4096), rounds=(1, 1000),
 )
 
 
@@ -498,7 +498,7 @@ def draw_curves(args):
         runs.setdefault(f"{facts['method']}, {facts['env_name']}", []).append(facts["rows"])
     if not runs:
         raise UsageError("--runs is empty; give run directories")
-    gridworld.draw_curves(args.path, runs)
+    gridworld.draw_curves(gridworld.picture_path(args.path), runs)
     print(f"picture: {args.path}")
 
 
@@ -1027,7 +1027,7 @@ class Film:
 
 def draw_film(args):
     """The body of `film`."""
-    rng = np.random.default_rng(args.seed)
+    path, rng = gridworld.picture_path(args.path, (".gif",)), np.random.default_rng(args.seed)
     facts, env, skills, pi_hi = load_skills(args.run, 64, args.seed, rng)
     if pi_hi is None or not isinstance(env, antmaze.AntMazeVec):
         raise UsageError(f"{args.run} is not a run of tatc.py on an ant maze")
@@ -1044,8 +1044,6 @@ def draw_film(args):
         picture = Image.fromarray(camera.render()[0]).resize((args.size, args.size), Image.Resampling.LANCZOS)
         pictures.append(picture.quantize(64))
     camera.close()
-    path = Path(args.path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=80, loop=0)
     figure = Figure(figsize=(10, 2.2), layout="constrained")
     for ax, share in zip(figure.subplots(1, 5), np.linspace(0, 1, 5)):
@@ -1183,9 +1181,11 @@ ALLO = "laprep.py --prior uniform --objective allo --reachability --dim 10 --dat
 TRAININGS = (
     Training("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 2.5),
     Training("ablation", "TATC, beta' = 0", "tatc.py --boredom-coef 0", GRIDS, SEEDS, 2.5),
+    Training("ablation", "TATC, entropy 0.1", "tatc.py --low-entropy-coef 0.1", GRIDS, SEEDS, 2.5),
+    Training("ablation", "TATC, entropy 0.1, beta' = 0", "tatc.py --low-entropy-coef 0.1 --boredom-coef 0", GRIDS, SEEDS, 2.5),
     Training("ablation", "TATC, beta' = 0, uniform prior", "tatc.py --boredom-coef 0 --prior uniform", GRIDS, SEEDS, 2.5),
-    *(Training("readings", f"TATC, {reading}, beta' = {coef}", f"tatc.py --boredom {reading} --boredom-coef {coef}",
-               ("umaze",), SEEDS[:3], 2.5)
+    *(Training("readings", f"TATC, {reading}, beta' = {coef}", f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}",
+               ("umaze",), SEEDS[:3], 1.5)
       for reading, coefs in (("sum", ("0.002", "0.01", "0.05", "0.2", "2")), ("mean", ("0.02", "0.1", "0.5", "2")))
       for coef in coefs),
     *(Training("laprep", f"Lap-rep (s0), d = {dim}", "laprep.py" + (f" --dim {dim}" if dim != 2 else ""), GRIDS, SEEDS, 1.8)
@@ -1433,11 +1433,13 @@ def draw_comparison(path, title, x_label, panels):
 
 
 def committed_phi(results_dir, label, env):
-    """The npz of the first committed seed of a training, or None."""
-    entry = trained(label, env)
-    script, variant, env_name = run_of(entry.command, env)
-    found = [results_dir / "phi" / f"{script}-{env_name}-{variant}-seed{seed}.npz" for seed in entry.seeds]
-    return next((np.load(path) for path in found if path.exists()), None)
+    """The npz of the first committed seed of a training on env's present maze, or None."""
+    script, variant, env_name = run_of(trained(label, env.name).command, env.name)
+    for path in sorted((results_dir / "phi").glob(f"{script}-{env_name}-{variant}-seed*.npz")):
+        file = np.load(path)
+        if np.array_equal(file["xy"], env.truth_xy):
+            return file
+    return None
 
 
 def draw_phi_rows(path, rows):
@@ -1460,9 +1462,9 @@ def draw_phi_rows(path, rows):
 def phi_figures(results_dir):
     """phi of every maze, its progress, and the ablations, from the committed npz files."""
     envs = {name: antmaze.make_env(name, 1, 0) for name in (*GRIDS, *ANTS, "antmaze-large")}
-    labels = ("TATC", "TATC, beta' = 0", "TATC, beta' = 0, uniform prior")
-    ours = {name: committed_phi(results_dir, "TATC", name) for name in envs}
-    ours = {name: file for name, file in ours.items() if file is not None and np.array_equal(file["xy"], envs[name].truth_xy)}
+    labels = ("TATC", "TATC, beta' = 0", "TATC, entropy 0.1, beta' = 0", "TATC, beta' = 0, uniform prior")
+    ours = {name: committed_phi(results_dir, "TATC", env) for name, env in envs.items()}
+    ours = {name: file for name, file in ours.items() if file is not None}
     figures = results_dir / "figures"
     if ours:
         figure = Figure(figsize=(2.2 * len(ours), 4.6), layout="constrained")
@@ -1475,9 +1477,8 @@ def phi_figures(results_dir):
             for name, file in ours.items()])
     rows = []
     for name in GRIDS:
-        files = {label: committed_phi(results_dir, label, name) for label in labels}
-        rows.append((envs[name], [(label, file["phi"]) for label, file in files.items()
-                                  if file is not None and np.array_equal(file["xy"], envs[name].truth_xy)]))
+        files = {label: committed_phi(results_dir, label, envs[name]) for label in labels}
+        rows.append((envs[name], [(label, file["phi"]) for label, file in files.items() if file is not None]))
     draw_phi_rows(figures / "ablation.png", rows)
 
 

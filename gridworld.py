@@ -77,6 +77,13 @@ def check_ranges(args, ranges):
                                  f"use a number from {low:g} to {high:g}")
 
 
+def picture_path(path, endings=(".png", ".pdf", ".svg")):
+    """The path of a picture that can be written, or one line that says why not."""
+    if Path(path).suffix not in endings or not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{path}: use a name that ends with {' or '.join(endings)} in a directory that exists")
+    return Path(path)
+
+
 def guarded(main):
     """Runs main(). What a user can cause ends with a line on stderr and exit code 2, interrupts with 130."""
     script = Path(sys.argv[0]).name
@@ -190,6 +197,21 @@ def read_maze(maze, built_in, most):
 
 
 # ------------------------------------------------------------------------------------------------ environment
+def check_constructor(num_envs, seed, max_episode_steps, start, render_mode, num_threads=1):
+    """What the vector environments of both domains refuse."""
+    for name, value, low, high in (("num_envs", num_envs, 1, 2**20), ("seed", seed, 0, 2**64),
+                                   ("num_threads", num_threads, 1, 1024)):
+        if not (name == "seed" and seed is None) and not (
+                isinstance(value, (int, np.integer)) and low <= value <= high):
+            raise UsageError(f"{name} is {value!r}; use an integer from {low} to {high}")
+    if not max_episode_steps >= 1:
+        raise UsageError(f"max_episode_steps is {max_episode_steps}; use at least 1")
+    if start not in ("s0", "uniform"):
+        raise UsageError(f"start is {start!r}; use 's0' or 'uniform'")
+    if render_mode not in (None, "rgb_array"):
+        raise UsageError(f"render_mode is {render_mode!r}; use None or 'rgb_array'")
+
+
 class GridWorldVec(VectorEnv):
     """N agents in lock-step in one maze.
 
@@ -202,12 +224,7 @@ class GridWorldVec(VectorEnv):
 
     def __init__(self, maze="umaze", num_envs=1, *, seed=None, start="s0", max_episode_steps=100,
                  render_mode=None):
-        if not 1 <= num_envs <= 2**20:
-            raise UsageError(f"num_envs is {num_envs}; use 1 to {2**20}")
-        if start not in ("s0", "uniform"):
-            raise UsageError(f"start is {start!r}; use 's0' or 'uniform'")
-        if max_episode_steps < 1:
-            raise UsageError(f"max_episode_steps is {max_episode_steps}; use at least 1")
+        check_constructor(num_envs, seed, max_episode_steps, start, render_mode)
         self.num_envs, self.start, self.max_episode_steps, self.render_mode = (
             num_envs, start, max_episode_steps, render_mode)
         self.name, self.free, start_cell, goal_cell = read_maze(maze, MAZES, MOST_STATES)
@@ -251,12 +268,17 @@ class GridWorldVec(VectorEnv):
 
     def place(self, mask, where):
         """Put the agents of `mask` [N] at "s0", at "uniform" free states, or at given states [mask.sum()]."""
-        self.obs = self.obs.copy()
         if isinstance(where, str):
-            self.obs[mask] = (self.start_index if where == "s0"
-                              else self.rng.integers(self.num_states, size=mask.sum()))
-        else:
-            self.obs[mask] = where
+            if where not in ("s0", "uniform"):
+                raise UsageError(f"where is {where!r}; use 's0', 'uniform' or states")
+            where = (self.start_index if where == "s0"
+                     else self.rng.integers(self.num_states, size=mask.sum()))
+        where = np.asarray(where)
+        if (where.dtype.kind not in "iu" or where.shape not in ((), (mask.sum(),))
+                or (where // self.num_states).any()):
+            raise UsageError(f"where must be {mask.sum()} states in 0..{self.num_states - 1}")
+        self.obs = self.obs.copy()
+        self.obs[mask] = where
 
     def fallen(self):
         """Who has to go back to s0 before the next episode [N]: nobody."""
@@ -670,22 +692,25 @@ def draw_progress(path, env, snapshots):
     figure.savefig(path, dpi=110)
 
 
-def draw_curves(path, runs):
-    """Training curves over environment steps; runs {label: [metrics.csv rows of each seed]}, a line per seed.
+CURVES = ("rollout/skill_reward", "rollout/high_return", "rollout/fallen", "loss/attract", "loss/boredom")
 
-    A panel per group: scores, coverage, rollouts and losses; with several seeds the mean of a label is thick.
+
+def draw_curves(path, runs):
+    """Scores, rewards and losses over environment steps; runs {label: [metrics.csv rows of each seed]}.
+
+    A colour per label and a line per seed; with several seeds their mean is thick.
     """
-    rows = [row for seeds in runs.values() for seed in seeds for row in seed]
-    names = [name for name in dict.fromkeys(key for row in rows for key in row) if "/" in name]
-    columns = 4
-    figure = Figure(figsize=(3.4 * columns, 2.4 * -(-len(names) // columns) + 0.5), layout="constrained")
-    axes = figure.subplots(-(-len(names) // columns), columns, squeeze=False).ravel()
+    found = dict.fromkeys(key for seeds in runs.values() for seed in seeds for row in seed for key in row)
+    names = [name for name in found if name.startswith("eval/") or name in CURVES]
+    rows = -(-len(names) // 4)
+    figure = Figure(figsize=(13, 2.3 * rows + 0.7))
+    figure.subplots_adjust(0.04, 0.6 / (2.3 * rows + 0.7), 0.99, 0.95, 0.2, 0.35)
+    axes = figure.subplots(rows, 4, squeeze=False).ravel()
     for ax in axes[len(names):]:
         ax.axis("off")
     for ax, name in zip(axes, names):
-        for colour, (label, seeds) in enumerate(runs.items()):
-            curves = [[(row["env_steps"], row[name]) for row in seed if row.get(name) is not None]
-                      for seed in seeds]
+        for colour, seeds in enumerate(runs.values()):
+            curves = [[(row["env_steps"], row[name]) for row in seed if name in row] for seed in seeds]
             curves = [np.array(curve, dtype=float) for curve in curves if curve]
             for curve in curves:
                 ax.plot(*curve.T, color=f"C{colour}", lw=0.8 if len(curves) > 1 else 1.5, alpha=0.6)
@@ -695,11 +720,9 @@ def draw_curves(path, runs):
         ax.set_title(name, fontsize=8)
         ax.tick_params(labelsize=6)
         ax.grid(alpha=0.3)
-    if len(runs) > 1:
-        lines = [matplotlib.lines.Line2D([], [], color=f"C{colour}") for colour in range(len(runs))]
-        figure.legend(lines, runs, loc="outside lower center", ncols=min(4, len(runs)), fontsize=8)
-    figure.supxlabel("environment steps", fontsize=8)
-    figure.savefig(path, dpi=100)
+    lines = [matplotlib.lines.Line2D([], [], color=f"C{colour}") for colour in range(len(runs))]
+    figure.legend(lines, runs, loc="lower center", ncols=min(4, len(runs)), fontsize=8)
+    figure.savefig(path, dpi=90)
 
 
 def write_representation(run_dir, env, phi, run, label):
@@ -743,7 +766,7 @@ def steps_per_second(step, steps_per_call, seconds=1.0):
 
 
 def main(args):
-    names = list(MAZES) if args.maze == "all" else [args.maze]
+    names, path = list(MAZES) if args.maze == "all" else [args.maze], picture_path(args.picture)
     envs = [make(name, 32, 0) for name in names]
     figure = Figure(figsize=(4.5 * len(envs), 4), layout="constrained")
     for ax, env in zip(figure.subplots(1, len(envs), squeeze=False)[0], envs):
@@ -751,8 +774,8 @@ def main(args):
         from_start = env.distance[env.start_index]
         goal = "no goal" if env.goal_index is None else f"goal {from_start[env.goal_index]:.0f} steps away"
         print(f"{env.name}: {env.num_states} states, furthest {from_start.max():.0f} steps from s0, {goal}")
-    figure.savefig(args.picture, dpi=110)
-    print(f"picture: {args.picture}")
+    figure.savefig(path, dpi=110)
+    print(f"picture: {path}")
     if args.benchmark:
         env, actions = envs[0], np.random.default_rng(0).integers(4, size=32)
         sync = gymnasium.vector.SyncVectorEnv([lambda: GridWorldEnv(names[0])] * 32)
