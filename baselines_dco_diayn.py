@@ -204,7 +204,7 @@ def discrete(env):
 
 
 def prepare(args):
-    """(environment, variant) of the arguments, which get their values for it: the run's name (README, "Runs")."""
+    """(environment, variant) of the arguments, which get their values for it: the name of the run."""
     if ".py:" in args.env:
         raise UsageError("DCO and DIAYN act on the gridworlds and the ants; "
                          "your own environment trains with tatc.py and laprep.py")
@@ -302,14 +302,15 @@ def load(path, num_envs=1, seed=0):
     """(args, env, Skills) of a run directory or checkpoint."""
     checkpoint = gridworld.load_checkpoint(path, ("dco", "diayn"))
     kind = DCO if checkpoint["script"] == "dco" else DIAYN
-    args = kind(**checkpoint["args"])
-    env = make_env(args.env, num_envs, seed)
-    networks = (nn.ModuleList(make_option(args, env) for _ in range(args.num_skills)) if kind is DCO
-                else make_diayn(args, env))
+    args, env = gridworld.rebuild(path, checkpoint, kind, lambda name: make_env(name, num_envs, seed))
+    if kind is DCO:
+        networks = nn.ModuleList(make_option(args, env) for _ in range(args.num_skills))
+        done = checkpoint["update"] // (args.f_updates + args.policy_updates)
+        if done < args.num_skills:
+            raise UsageError(f"{path} holds {done} of {args.num_skills} options; finish its training")
+    else:
+        networks = make_diayn(args, env)
     gridworld.load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
-    if kind is DCO and checkpoint["threshold"].isnan().any():
-        raise UsageError(f"{path} holds {int((~checkpoint['threshold'].isnan()).sum())} of {args.num_skills} "
-                         "options; finish its training")
     return args, env, Skills(args, env, networks, checkpoint.get("threshold"))
 
 
@@ -458,6 +459,8 @@ def option_dataset(args, f, walks, actions):
         [encode(f, part) for part in flat.split(50_000)]).reshape(walks.shape[:2]).numpy()
     threshold = np.float32(np.percentile(values, args.percentile))
     running = values[:, :-1] > threshold if args.end_cuts_value else np.ones(actions.shape[:2], dtype=bool)
+    if not running.any():
+        raise UsageError(f"--percentile {args.percentile} leaves no state where the option runs; lower it")
     rewards = (values[:, :-1] - values[:, 1:])[running]
     rewards /= max(rewards.std(), 1e-8)  # B2
     done = (args.end_cuts_value * (values[:, 1:] <= threshold))[running].astype(np.float32)
@@ -509,6 +512,7 @@ def train_dco(args, env, variant):
 
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
+        gridworld.write_args(args, env, variant, "dco", run_dir)
         begin = time.perf_counter() - run["seconds"]
         bar = tqdm(initial=run["update"], total=args.num_skills * per_option, unit="update",
                    dynamic_ncols=True)
@@ -555,20 +559,22 @@ def train_dco(args, env, variant):
                     if stage == per_option:
                         _, ended = skill_traces(
                             Skills(args, env, options, run["threshold"]), [option], env.truth_obs)
-                        row |= {"eval/initiation": 1 - ended[..., 0].mean(),
-                                "eval/reaches": ended[~ended[..., 0], 1].mean()}
+                        starts = ~ended[..., 0]
+                        row |= {"eval/initiation": starts.mean(),
+                                "eval/reaches": ended[starts, 1].mean() if starts.any() else 1.0}
                     gridworld.log_row(run, row, run_dir, bar, writer,
                                       ("f_extent", "fiedler_cosine", "reaches"))
                 bar.set_description(f"option {option}: {'f' if stage <= args.f_updates else 'policy'}",
                                     refresh=False)
                 bar.update()
-                if number % args.checkpoint_every == 0 or stage == per_option or stop:
+                halt = bool(stop)  # read once: what was saved is what is left
+                if number % args.checkpoint_every == 0 or stage == per_option or halt:
                     gridworld.save_checkpoint(run_dir, "dco", variant, env, args, run | {
                         "networks": options.state_dict(), "learner": networks.state_dict(),
                         "targets": targets.state_dict(), "optimizers": {
                             name: optimizer.state_dict() for name, optimizer in optimizers.items()},
                         "rng": rng.bit_generator.state})
-                if stop:
+                if halt:
                     raise KeyboardInterrupt
         bar.close()
         finish_dco(args, env, Skills(args, env, options, run["threshold"]), run["rows"], run_dir)
@@ -741,6 +747,7 @@ def train_diayn(args, env, variant):
 
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
+        gridworld.write_args(args, env, variant, "diayn", run_dir)
         elapsed, skill = run["elapsed"].numpy(), run["skill"].numpy()  # views: changes reach the checkpoint
         begin = time.perf_counter() - run["seconds"]
         bar = tqdm(range(run["update"] + 1, args.updates + 1), initial=run["update"], total=args.updates,
@@ -775,13 +782,14 @@ def train_diayn(args, env, variant):
                         "rollout/reached": env.cell_distance[run["visited"]].max()}
                 gridworld.log_row(run, row, run_dir, bar, writer, ("accuracy", "coverage", "far"))
                 run["visited"][:] = False
-            if number % args.checkpoint_every == 0 or number == args.updates or stop:
+            halt = bool(stop)  # read once: what was saved is what is left
+            if number % args.checkpoint_every == 0 or number == args.updates or halt:
                 gridworld.save_checkpoint(run_dir, "diayn", variant, env, args, run | {
                     "networks": networks.state_dict(), "targets": targets.state_dict(),
                     "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
                     "replay": torch.as_tensor(replay.rows[: replay.filled]), "position": replay.position,
                     "env": gridworld.as_tensors(env.get_state()), "rng": rng.bit_generator.state})
-            if stop and number < args.updates:
+            if halt and number < args.updates:
                 raise KeyboardInterrupt
         finish_diayn(args, env, skills, run["rows"], run_dir)
 
@@ -806,10 +814,9 @@ def finish_diayn(args, env, skills, rows, run_dir):
 # ======================================================================================================= both
 @contextmanager
 def start(args, env, variant, script, may_change=()):
-    """What both begin with: (run directory, checkpoint or None, TensorBoard writer or None, stop requests)."""
+    """What both begin with: (run directory, checkpoint or None, TensorBoard writer or None, stops)."""
     with gridworld.run_directory(args, env, variant, script, may_change) as (run_dir, checkpoint), \
             gridworld.stop_requests() as stop:
-        gridworld.write_args(args, env, variant, script, run_dir)
         yield run_dir, checkpoint, gridworld.tensorboard_writer(args, run_dir), stop
 
 

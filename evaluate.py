@@ -1,34 +1,36 @@
 """Evaluations of what the scripts learn (Erraqabi et al., UAI 2022): result rows, tables and figures.
 
-    python evaluate.py prediction --run runs/tatc/umaze/default/seed0       # linear critic on phi (Section 5.1.2)
-    python evaluate.py control --run runs/tatc/umaze/default/seed0          # actor and critic on phi (Section 5.1.2)
-    python evaluate.py shaping --run runs/tatc/antmaze1/default/seed0       # SAC on distances in phi (Section 5.2.2)
-    python evaluate.py skills --run runs/tatc/antmaze1/default/seed0        # frozen skills, sparse task (Section 5.2.3)
-    python evaluate.py scores --runs runs/tatc/umaze/default/seed*          # scores of trainings and trained policies
-    python evaluate.py curves --runs runs/tatc/umaze/*/seed*                # one picture of several trainings
-    python evaluate.py film --run runs/tatc/antmaze1/default/seed0          # an ant under the trained policies
-    python evaluate.py speed                                                # the training loop and SAC against peers
-    python evaluate.py plan                                                 # every command behind the results
-    python evaluate.py figures                                              # figures and tables, from the result rows
+    python evaluate.py prediction --run runs/tatc/umaze/default/seed0  # linear critic on phi (Section 5.1.2)
+    python evaluate.py control --run runs/tatc/umaze/default/seed0     # actor, critic on phi (Section 5.1.2)
+    python evaluate.py shaping --run runs/tatc/antmaze1/default/seed0  # SAC on distances in phi (5.2.2)
+    python evaluate.py skills --run runs/tatc/antmaze1/default/seed0   # frozen skills, sparse task (5.2.3)
+    python evaluate.py scores --runs runs/tatc/umaze/default/seed*     # scores of trainings and policies
+    python evaluate.py curves --runs runs/tatc/umaze/*/seed*           # one picture of several trainings
+    python evaluate.py film --run runs/tatc/antmaze1/default/seed0     # an ant under the trained policies
+    python evaluate.py speed                                           # training loop and SAC against peers
+    python evaluate.py plan                                            # every command behind the results
+    python evaluate.py figures                                         # figures and tables, from the rows
 
-A result row is experiment, method, env, run_seed (of the training), seed (of the evaluation), step, metric, value. Rows go
-to the run's own directory unless --results-dir says otherwise. Repeating a command replaces its rows; several processes may
-write to one file at the same time.
+A result row is experiment, method, env, run_seed (of the training), seed (of the evaluation), step, metric,
+value. Rows go to the run's own directory unless --results-dir says otherwise. Repeating a command replaces
+its rows; several processes may write to one file at the same time.
 
 Departures from the paper, which says neither how episodes start nor what "value approximation" measures:
-E1  Episodes start at uniform states, at s0, or as in the non-uniform prior (where the last one ended, at s0 with probability
-    p_r or from the goal): one training for each.
-E2  Value error is the root mean square over all states but the goal, against the optimal values V* and against the exact
-    values of the current policy, V^pi (both without the time limit).
-E3  phi is centred and divided by one number, so that its coordinates have mean variance 1: Adam's step size then means the
-    same for every representation. Distances keep their proportions, and what is linear in phi stays linear.
-E4  Shaping: SAC makes one update in eight environment steps (250,000 in 2 million steps; the paper, with one per step, 5
-    million), of 128 transitions, with Adam at 3e-4 (paper: 1e-4) that goes to 0 over the last 30 % of a run, and the target
-    critics follow at the paper's rate per environment step.
-E5  Shaping: the critics learn what an action adds to staying where one is, (1 - gamma) Q(s, a) - r(s), where r(s) is the
-    reward of arriving in s. Rewards, optimal policies and the actor's gradient are those of the paper's SAC.
-E6  Shaping: an ant that falls on its back in training begins anew, and counts as staying there for ever; in evaluations it
-    goes on.
+E1  Episodes start at uniform states, at s0, or as in the non-uniform prior (where the last one ended, at s0
+    with probability p_r or from the goal): one training for each.
+E2  Value error is the root mean square over all states but the goal, against the optimal values V* and
+    against the exact values of the current policy, V^pi (both without the time limit).
+E3  phi is centred and divided by one number, so that its coordinates have mean variance 1: Adam's step size
+    then means the same for every representation. Distances keep their proportions, and what is linear in phi
+    stays linear.
+E4  Shaping: SAC makes one update in eight environment steps (250,000 in 2 million steps; the paper, with one
+    per step, 5 million), of 128 transitions, with Adam at 3e-4 (paper: 1e-4) that goes to 0 over the last
+    30 % of a run, and the target critics follow at the paper's rate per environment step.
+E5  Shaping: the critics learn what an action adds to staying where one is, (1 - gamma) Q(s, a) - r(s), where
+    r(s) is the reward of arriving in s. Rewards, optimal policies and the actor's gradient are those of the
+    paper's SAC.
+E6  Shaping: an ant that falls on its back in training begins anew, and counts as staying there for ever; in
+    evaluations it goes on.
 """
 
 import csv
@@ -66,15 +68,16 @@ COLUMNS = ("experiment", "method", "env", "run_seed", "seed", "step", "metric", 
 KEY = COLUMNS[:5]
 NAMES = {"tatc": "TATC", "laprep": "Lap-rep", "dco": "DCO", "diayn": "DIAYN"}
 RANGES = dict(
-    seed=(0, 2**31), dim=(1, 10**4), updates=(1, 10**8), episodes=(1, 10**7), horizon=(1, 10**6), gamma=(0.001, 0.9999),
-    entropy_coef=(0, 1e6), learning_rate=(0, 1), hidden=(1, 4096), log_every=(1, 10**8), every=(1, 10**8),
-    reward_factor=(1e-9, 1e9), steps=(1, 10**9), num_envs=(1, 4096), warmup=(1, 10**9), update_ratio=(0, 100),
-    batch_size=(1, 10**6), alpha=(0, 1e6), tau=(1e-9, 1), anneal=(0, 1), eval_every=(1, 10**9), eval_episodes=(1, 4096),
-    batch=(1, 4096), skill_length=(1, 10**6), rollouts=(1, 4096), frames=(1, 10**4), size=(16, 4096), rounds=(1, 1000),
+    seed=(0, 2**31), dim=(1, 10**4), updates=(1, 10**8), episodes=(1, 10**7), horizon=(1, 10**6),
+    gamma=(0.001, 0.9999), entropy_coef=(0, 1e6), learning_rate=(0, 1), hidden=(1, 4096),
+    log_every=(1, 10**8), every=(1, 10**8), reward_factor=(1e-9, 1e9), steps=(1, 10**9), num_envs=(1, 4096),
+    warmup=(1, 10**9), update_ratio=(0, 100), batch_size=(1, 10**6), alpha=(0, 1e6), tau=(1e-9, 1),
+    anneal=(0, 1), eval_every=(1, 10**9), eval_episodes=(1, 4096), batch=(1, 4096), skill_length=(1, 10**6),
+    rollouts=(1, 4096), frames=(1, 10**4), size=(16, 4096), rounds=(1, 1000),
 )
 
 
-# ---------------------------------------------------------------------------------------------------- result rows
+# ------------------------------------------------------------------------------------------------ result rows
 def read_results(path):
     """The rows of a results file as dicts of strings; none if there is no file."""
     if not path.exists():
@@ -91,7 +94,7 @@ def read_results(path):
 
 
 def add_results(path, rows):
-    """Add rows (tuples in the order of COLUMNS), replacing those of the same experiment, method, env and seeds."""
+    """Add rows (tuples in the order of COLUMNS), replacing those of one experiment, method, env and seeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = [dict(zip(COLUMNS, (*map(str, row[:-1]), format(row[-1], ".6g")))) for row in rows]
 
@@ -111,7 +114,8 @@ def add_results(path, rows):
 def results_path(args, name):
     """Where an evaluation's rows go: --results-dir, or beside its run; checked before hours are spent."""
     run = getattr(args, "run", None)
-    beside = Path(run) if run and Path(run).is_dir() else Path(run).parent if run else Path("runs/evaluations")
+    beside = (Path(run) if run and Path(run).is_dir() else Path(run).parent if run
+              else Path("runs/evaluations"))
     path = (Path(args.results_dir) if args.results_dir else beside) / f"{name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     read_results(path)
@@ -121,12 +125,13 @@ def results_path(args, name):
 
 
 def finished(path, last_step, *key):
-    """Whether the results file holds rows of key (experiment, method, env, run_seed, seed) up to last_step."""
+    """Whether the results file has rows of key (experiment, method, env, run_seed, seed) up to last_step."""
     key = tuple(map(str, key))
-    return any(tuple(row[name] for name in KEY) == key and int(row["step"]) >= last_step for row in read_results(path))
+    return any(tuple(row[name] for name in KEY) == key and int(row["step"]) >= last_step
+               for row in read_results(path))
 
 
-# ------------------------------------------------------------------------------------- what a run left, by its script
+# ----------------------------------------------------------------------------- what a run left, by its script
 SCRIPTS = {"tatc": tatc, "laprep": laprep, "dco": baselines, "diayn": baselines}
 
 
@@ -138,7 +143,7 @@ def load_facts(path):
 
 
 def load_phi(path, num_envs=1, seed=0):
-    """(facts, env, phi) of a run of tatc.py or laprep.py; phi takes obs [n, ...] and gives an array [n, d]."""
+    """(facts, env, phi) of a run of tatc.py or laprep.py; phi takes obs [n, ...] and gives [n, d]."""
     facts = load_facts(path)
     if facts["script"] == "laprep":
         _, env, phi = laprep.load(path, num_envs, seed)
@@ -149,7 +154,8 @@ def load_phi(path, num_envs=1, seed=0):
     return facts, env, lambda obs: networks["phi"](torch.as_tensor(obs)).detach().numpy()
 
 
-Skills = namedtuple("Skills", "count act ended")  # act(obs, skill [n]) -> actions; ended(obs, skill [n]) -> [n] bool
+# act(obs, skill [n]) -> actions; ended(obs, skill [n]) -> [n] bool
+Skills = namedtuple("Skills", "count act ended")
 
 
 def never_ended(obs, skill):
@@ -166,7 +172,8 @@ def load_skills(path, num_envs, seed, rng):
     if facts["script"] == "laprep":
         raise UsageError(f"{path} has no skills; give a run of tatc.py or baselines_dco_diayn.py")
     args, env, skills = baselines.load(path, num_envs, seed)
-    return facts, env, Skills(args.num_skills, lambda obs, skill: skills.act(obs, skill, rng), skills.ended), None
+    return (facts, env, Skills(args.num_skills, lambda obs, skill: skills.act(obs, skill, rng), skills.ended),
+            None)
 
 
 def need_goal(env, kind, command):
@@ -178,7 +185,7 @@ def need_goal(env, kind, command):
         raise UsageError(f"{env.name} has no goal; mark one cell with G")
 
 
-# ============================================================================= prediction and control: the agent
+# ========================================================================== prediction and control: the agent
 class PredictionAgent(nn.Module):
     """Actor: MLP 2x64 tanh on the one-hot state; critic: linear in phi (None: in the one-hot state)."""
 
@@ -197,7 +204,7 @@ class PredictionAgent(nn.Module):
 
 
 class ControlAgent(nn.Module):
-    """MLP 2x64 tanh on phi (None: on the one-hot state) that feeds an action head and a linear critic head."""
+    """MLP 2x64 tanh on phi (None: on the one-hot state): an action head and a linear critic head."""
 
     def __init__(self, env, features, hidden):
         super().__init__()
@@ -214,7 +221,7 @@ class ControlAgent(nn.Module):
 
 
 def start_states(env, start, last, reset_prob, rng):
-    """Where episodes start, [episodes]: "uniform" (not at the goal), "s0", or "prior": at `last`, where the last ones ended."""
+    """Starts [episodes]: "uniform" (not the goal), "s0", or "prior": at `last`, where episodes ended."""
     if start == "uniform":
         state = rng.integers(env.num_states - 1, size=len(last))
         return state + (state >= env.goal_index)
@@ -224,10 +231,11 @@ def start_states(env, start, last, reset_prob, rng):
 
 
 def goal_episodes(env, policy, state, horizon, gamma, rng):
-    """Episodes of the goal task under policy [S, 4] from state [episodes]: reward 1 at the goal, which ends the episode.
+    """Episodes of the goal task under policy [S, 4] from state [episodes]: reward 1 at the goal, the end.
 
-    Returns visits [S, 4], the summed Monte-Carlo returns [S, 4] of these visits, the sum of squared returns, the episodes'
-    rewards and discounted returns, and where they ended. The sums are all that the loss needs: no network sees a state twice.
+    Returns visits [S, 4], the summed Monte-Carlo returns [S, 4] of these visits, the sum of squared returns,
+    the episodes' rewards and discounted returns, and where they ended. The sums are all that the loss needs:
+    no network sees a state twice.
     """
     cumulative = np.cumsum(policy, axis=1)[:, :3]
     next_state = env.next_state.copy()
@@ -249,9 +257,10 @@ def goal_episodes(env, policy, state, horizon, gamma, rng):
 
 
 def goal_task_loss(logits, value, visits, returns, squares, entropy_coef):
-    """A2C with Monte-Carlo returns, means over all visits; logits, visits, returns (summed) [S, 4], value [S], squares = sum G^2.
+    """A2C with Monte-Carlo returns, means over all visits.
 
-    sum over visits of log pi (G - V) = sum_{s, a} log pi(a|s) (returns_sa - visits_sa V(s)), likewise for the squared error.
+    logits, visits, returns (summed) [S, 4], value [S], squares = sum G^2: the sum over visits of
+    log pi (G - V) is sum_{s, a} log pi(a|s) (returns_sa - visits_sa V(s)), likewise for the squared error.
     """
     count = visits.sum()
     log_pi = F.log_softmax(logits, dim=-1)
@@ -281,12 +290,13 @@ def standardise(features):
 
 @dataclass
 class Prediction:
-    """How well a linear critic on frozen phi approximates values while an actor on the one-hot state learns the goal task."""
+    """How well a linear critic on frozen phi approximates values while an actor on one-hot states learns."""
 
     run: Optional[str] = None
     """run directory or checkpoint of tatc.py or laprep.py on a gridworld"""
     features: Optional[Literal["exact", "onehot"]] = None
-    """instead of --run: the first --dim exact eigenvectors of the Laplacian, the constant one included, or the one-hot code"""
+    """instead of --run: the first --dim exact eigenvectors of the Laplacian, the constant one included, or
+    the one-hot code"""
     env: str = "umaze"
     """with --features: umaze, tmaze, 4rooms or a maze text file"""
     dim: int = 2
@@ -338,11 +348,13 @@ def train_agent(args, env, features, start, reset_prob, make_agent):
     others = np.arange(env.num_states) != env.goal_index
     optimal = env.optimal_values(args.gamma)
     rewards, discounted, last = [], [], np.full(args.episodes, env.start_index)
-    for number in tqdm(range(1, args.updates + 1), desc=f"from {start}", unit="update", dynamic_ncols=True, leave=False):
+    for number in tqdm(range(1, args.updates + 1), desc=f"from {start}", unit="update", dynamic_ncols=True,
+                       leave=False):
         logits, value = agent()
         policy = F.softmax(logits.detach().double(), dim=-1).numpy()
         state = start_states(env, start, last, reset_prob, rng)
-        *sums, reward, discounted_return, last = goal_episodes(env, policy, state, args.horizon, args.gamma, rng)
+        *sums, reward, discounted_return, last = goal_episodes(
+            env, policy, state, args.horizon, args.gamma, rng)
         rewards.append(reward.mean())
         discounted.append(discounted_return.mean())
         if number % args.log_every == 0 or number == args.updates:
@@ -350,7 +362,8 @@ def train_agent(args, env, features, start, reset_prob, make_agent):
             yield number, "reward", np.mean(rewards)
             yield number, "discounted_return", np.mean(discounted)
             yield number, "error_optimal", root_mean_square((estimate - optimal)[others])
-            yield number, "error_policy", root_mean_square((estimate - env.policy_values(policy, args.gamma))[others])
+            yield number, "error_policy", root_mean_square(
+                (estimate - env.policy_values(policy, args.gamma))[others])
             rewards, discounted = [], []
         visits, returns = (torch.as_tensor(array, dtype=torch.float32) for array in sums[:2])
         loss = goal_task_loss(logits, value, visits, returns, float(sums[2]), args.entropy_coef)
@@ -361,7 +374,8 @@ def train_agent(args, env, features, start, reset_prob, make_agent):
 
 def evaluate_agent(args):
     """The body of `prediction` and `control`."""
-    experiment, make_agent = ("control", ControlAgent) if isinstance(args, Control) else ("prediction", PredictionAgent)
+    experiment, make_agent = (("control", ControlAgent) if isinstance(args, Control)
+                              else ("prediction", PredictionAgent))
     if (args.run is None) == (args.features is None):
         raise UsageError("give either --run RUN_DIR or --features")
     if not args.starts:
@@ -370,15 +384,18 @@ def evaluate_agent(args):
     if args.run is not None:
         facts, env, phi = load_phi(args.run)
         need_goal(env, gridworld.GridWorldVec, experiment)
-        method, run_seed, env_name, features = facts["method"], facts["run_seed"], facts["args"]["env"], phi(env.truth_obs)
+        method, run_seed, env_name, features = (facts["method"], facts["run_seed"], facts["args"]["env"],
+                                                phi(env.truth_obs))
     else:
         env = antmaze.make_env(args.env, 1, 0)
         need_goal(env, gridworld.GridWorldVec, experiment)
         if args.dim > env.num_states:
-            raise UsageError(f"--dim is {args.dim}; use at most {env.num_states}, the number of states of {args.env}")
+            raise UsageError(f"--dim is {args.dim}; use at most {env.num_states}, "
+                             f"the number of states of {args.env}")
         method = "one-hot" if args.features == "onehot" else "exact eigenvectors"
         features = None if args.features == "onehot" else env.laplacian_eigenvectors(args.dim)[1]
-    method, path = named(args, method, ("features", "env", "starts")), results_path(args, f"gridworld_{experiment}")
+    method, path = (named(args, method, ("features", "env", "starts")),
+                    results_path(args, f"gridworld_{experiment}"))
     reset_prob = tatc.DEFAULTS.get(env_name, tatc.DEFAULTS["indices"])["reset_prob"]
     print(f"{experiment} of {method} on {env.name}, run {run_seed}, seed {args.seed}, rows to {path}")
     keys = {start: (f"{experiment}-{start}", method, env.name, run_seed, args.seed) for start in args.starts}
@@ -389,7 +406,8 @@ def evaluate_agent(args):
         others = np.arange(env.num_states) != env.goal_index
         table = np.eye(env.num_states) if features is None else features
         fit = least_squares_fit(table[others], env.optimal_values(args.gamma)[others])
-        rows += [("fit", method, env.name, run_seed, args.seed, 0, metric, value) for metric, value in fit.items()]
+        rows += [("fit", method, env.name, run_seed, args.seed, 0, metric, value)
+                 for metric, value in fit.items()]
     features = None if features is None else standardise(features)
     for start, key in keys.items():
         logged = list(train_agent(args, env, features, start, reset_prob, make_agent))
@@ -398,10 +416,10 @@ def evaluate_agent(args):
     add_results(path, rows)
 
 
-# ============================================================================== scores of trained runs and policies
+# ======================================================================== scores of trained runs and policies
 @dataclass
 class Scores:
-    """Scores that runs logged while training, and on the ants of what their policies can do, as result rows."""
+    """Scores that runs logged while training, and on the ants of what their policies can do, as rows."""
 
     runs: tuple[str, ...]
     """run directories"""
@@ -414,10 +432,11 @@ class Scores:
 def policy_scores(path, recent, tries=64, steps=1000):
     """What trained policies of tatc.py on an ant maze can do without a task -> {metric: value}.
 
-    travel: share of 1x1 cells from which, in a state of the ants of the last updates (`recent`), some skill ends 3 units away
-    or more after c steps; travel_rest: share of free positions from which, in the reset pose, it does; used: number of skills
-    that travel somewhere; reaches_end, fallen, furthest: share of `tries` of pi_hi from s0 that come within 4 units of the far
-    end, share on their back after `steps`, and mean of the furthest distance from s0.
+    travel: share of 1x1 cells from which, in a state of the ants of the last updates (`recent`), some skill
+    ends 3 units away or more after c steps; travel_rest: share of free positions from which, in the reset
+    pose, it does; used: number of skills that travel somewhere; reaches_end, fallen, furthest: share of
+    `tries` of pi_hi from s0 that come within 4 units of the far end, share on their back after `steps`, and
+    mean of the furthest distance from s0.
     """
     rng = np.random.default_rng(0)
     args, env, networks, omega = tatc.load(path)
@@ -458,19 +477,21 @@ def collect_scores(args):
         key = "training", facts["method"], env_name, facts["run_seed"], 0
         rows = []
         for row in (row for row in logged if row["update"] % args.every == 0 or row is logged[-1]):
-            names = [name for name in row if name.startswith("eval/") or name in ("rollout/reached", "rollout/skill_reward")]
+            names = [name for name in row if name.startswith("eval/")
+                     or name in ("rollout/reached", "rollout/skill_reward")]
             rows += [(*key, row["env_steps"], name.split("/")[1], row[name]) for name in names]
         last = logged[-1]
         rows += [(*key, last["env_steps"], name, last[name]) for name in ("update", "seconds")]
         if ant and script == "tatc":
             print(f"{run}: scores of its policies (a minute)", flush=True)
-            rows += [(*key, last["env_steps"], *entry) for entry in policy_scores(run, facts["recent"]).items()]
+            rows += [(*key, last["env_steps"], *entry)
+                     for entry in policy_scores(run, facts["recent"]).items()]
         name = f"{'antmaze' if ant else 'gridworld'}_training"
         add_results((Path(args.results_dir) if args.results_dir else run) / f"{name}.csv", rows)
         if args.results_dir:
             name = f"{script}-{env_name}-{facts['variant']}-seed{facts['run_seed']}"
-            small = {key: facts[key] for key in ("script", "variant", "env_name", "args", "update", "networks", "duals",
-                                                 "threshold") if key in facts}
+            small = {key: facts[key] for key in ("script", "variant", "env_name", "args", "update",
+                                                 "networks", "duals", "threshold") if key in facts}
             for folder, ending, content in (
                     ("phi", "npz", (run / "phi.npz").read_bytes() if (run / "phi.npz").exists() else None),
                     ("checkpoints", "pt", gridworld.saved(torch.save, small) if ant else None)):
@@ -482,7 +503,7 @@ def collect_scores(args):
 
 @dataclass
 class Curves:
-    """Draw the metrics of several trainings into one picture: a colour per variant, a line per seed, the mean thick."""
+    """Draw the metrics of several trainings: a colour per variant, a line per seed, the mean thick."""
 
     runs: tuple[str, ...]
     """run directories"""
@@ -502,20 +523,21 @@ def draw_curves(args):
     print(f"picture: {args.path}")
 
 
-# ================================================================================ shaping: SAC on distances in phi
-# What the paper leaves open: observations are scaled by antmaze's fixed constants; all ants end their episodes together; one
-# whose physics diverged goes on from s0, and that step is not learned from.
+# =========================================================================== shaping: SAC on distances in phi
+# What the paper leaves open: observations are scaled by antmaze's fixed constants; all ants end their
+# episodes together; one whose physics diverged goes on from s0, and that step is not learned from.
 @dataclass
 class Shaping:
-    """SAC on batched ants, rewarded by the distance to the goal in a learned phi (or in the plane, or by success alone)."""
+    """SAC on batched ants, rewarded by the distance to the goal in phi (or in the plane, or by success)."""
 
     run: Optional[str] = None
-    """run directory or checkpoint of tatc.py or laprep.py on an ant maze; not for --reward sparse, xy and fiedler"""
+    """run directory or checkpoint of tatc.py or laprep.py on an ant maze; not for --reward sparse, xy and
+    fiedler"""
     reward: Literal["dense", "mix", "sparse", "xy", "fiedler"] = "dense"
-    """dense -||phi(s') - phi(g)||, mix half dense half sparse, sparse 1 within epsilon = 2 of the goal, xy -||xy' - g||,
-    fiedler: dense on the maze's exact second eigenfunction"""
+    """dense -||phi(s') - phi(g)||, mix half dense half sparse, sparse 1 within epsilon = 2 of the goal, xy
+    -||xy' - g||, fiedler: dense on the maze's exact second eigenfunction"""
     reward_factor: float = 1.0
-    """times the rule: the reward spans 10 over the positions of the maze; for mix twice the factor of dense"""
+    """times the rule: the reward spans 10 over the maze's positions; for mix twice the factor of dense"""
     env: str = "antmaze1"
     """without --run: antmaze1, antmaze2, antmaze-large or ant:FILE"""
     seed: int = 0
@@ -545,7 +567,7 @@ class Shaping:
     learning_rate: float = 3e-4
     """Adam step size (paper: 1e-4)"""
     anneal: float = 0.3
-    """share of the steps, the last ones, over which the Adam step size goes linearly to 0 (paper: 0, constant)"""
+    """share of the steps, the last ones, over which the Adam step size goes linearly to 0 (paper: 0)"""
     eval_every: int = 50_000
     """environment steps between two evaluations"""
     eval_episodes: int = 16
@@ -581,20 +603,23 @@ def make_reward(kind, env, phi):
     def sparse(obs):
         return within_goal(obs, env)
 
-    plain = {"dense": dense, "fiedler": dense, "sparse": sparse, "mix": lambda obs: 0.5 * dense(obs) + 0.5 * sparse(obs),
+    plain = {"dense": dense, "fiedler": dense, "sparse": sparse,
+             "mix": lambda obs: 0.5 * dense(obs) + 0.5 * sparse(obs),
              "xy": lambda obs: -np.linalg.norm(obs[:, :2] - env.goal_xy, axis=1)}[kind]
     span = np.ptp((dense if kind == "mix" else plain)(env.truth_obs).astype(float))
     if not 1e-6 < span < np.inf:
-        raise UsageError(f"the distances to the goal span {span:.3g} over the maze: phi has collapsed or is damaged")
+        raise UsageError(f"the distances to the goal span {span:.3g} over the maze: "
+                         "phi has collapsed or is damaged")
     factor = (20 if kind == "mix" else 10) / span
     return lambda obs: (factor * plain(obs)).astype(np.float32)
 
 
 class AntReplay:
-    """Transitions of N ants in lock-step; obs [T, N, 29] holds each state once, because the next state is the next row.
+    """Transitions of N ants in lock-step; obs [T, N, 29] holds each state once: the next is the next row.
 
-    An episode of K steps takes K + 1 rows: the last holds the final states, from which values are bootstrapped, and no
-    transition. `usable` [T, N] marks what may be drawn. After a terminal state the next row may hold another episode's first.
+    An episode of K steps takes K + 1 rows: the last holds the final states, from which values are
+    bootstrapped, and no transition. `usable` [T, N] marks what may be drawn. After a terminal state the next
+    row may hold another episode's first.
     """
 
     ARRAYS = ("obs", "actions", "progress", "terminated", "usable")
@@ -619,7 +644,7 @@ class AntReplay:
         self.row = (following + int(last)) % self.rows
 
     def sample(self, count, rng):
-        """count transitions, uniformly: obs, actions, progress, terminated, next_obs as tensors of leading size count."""
+        """count transitions, uniformly: obs, actions, progress, terminated, next_obs as tensors."""
         num_envs, usable = self.obs.shape[1], self.usable.reshape(-1)
         index = rng.integers(self.filled * num_envs, size=count)
         while len(bad := np.flatnonzero(~usable[index])):
@@ -641,7 +666,7 @@ class AntReplay:
 
 
 class Mlps(nn.Module):
-    """Networks with two hidden ReLU layers, side by side in batched products: x [n, inputs] -> [copies, n, outputs]."""
+    """Networks with two hidden ReLU layers in batched products: x [n, inputs] -> [copies, n, outputs]."""
 
     def __init__(self, copies, inputs, outputs, hidden):
         super().__init__()
@@ -659,7 +684,7 @@ class Mlps(nn.Module):
 
 
 def squash(outputs, noise):
-    """Torques [n, 8] and their log density [n]: a Gaussian, mean and log deviation in outputs [n, 16], through tanh."""
+    """Torques [n, 8], log density [n]: a Gaussian (mean, log deviation in outputs [n, 16]) through tanh."""
     mean, log_std = outputs[:, :8], outputs[:, 8:].clamp(-20, 2)
     before = mean + log_std.exp() * noise
     log_slope = 2 * (math.log(2) - before - F.softplus(-2 * before))  # log(1 - tanh^2)
@@ -667,10 +692,11 @@ def squash(outputs, noise):
 
 
 def sac_target(progress, terminated, next_values, next_log_prob, gamma, alpha):
-    """progress + gamma (min_i C_i(s', a') - alpha log pi(a'|s')), all [n], next_values [2, n]; nothing follows an end.
+    """progress + gamma (min_i C_i(s', a') - alpha log pi(a'|s')), [n], next_values [2, n]; 0 follows an end.
 
-    C is (1 - gamma) Q - r (E5). Q(s, a) = r(s') + gamma V(s') times 1 - gamma, minus r(s), is r(s') - r(s) + gamma C(s'):
-    progress = r(s') - r(s) takes the reward's place. An ant on its back has V(s') = r(s') / (1 - gamma), so C(s') = 0.
+    C is (1 - gamma) Q - r (E5). Q(s, a) = r(s') + gamma V(s') times 1 - gamma, minus r(s), is
+    r(s') - r(s) + gamma C(s'): progress = r(s') - r(s) takes the reward's place. An ant on its back has
+    V(s') = r(s') / (1 - gamma), so C(s') = 0.
     """
     return progress + gamma * ~terminated * (next_values.amin(0) - alpha * next_log_prob)
 
@@ -678,7 +704,8 @@ def sac_target(progress, terminated, next_values, next_log_prob, gamma, alpha):
 def sac_update(args, networks, optimizers, batch):
     """One step of the twin critics, of the actor through the new critics, and of the target critics.
 
-    batch: that of AntReplay.sample, observations times obs_scale. The critics are C of E5, so alpha is times 1 - gamma as well.
+    batch: that of AntReplay.sample, observations times obs_scale. The critics are C of E5, so alpha is times
+    1 - gamma as well.
     """
     obs, actions, progress, terminated, next_obs = batch
     actor, critics, targets = networks["actor"], networks["critics"], networks["targets"]
@@ -705,25 +732,28 @@ def sac_update(args, networks, optimizers, batch):
 
 
 class Sac:
-    """All that changes while SAC trains: networks, optimisers, replay, ants and counters; `step` is one step of all ants."""
+    """All that changes while SAC trains: networks, optimisers, replay, ants, counters; `step` moves all."""
 
     def __init__(self, args, env, reward):
         torch.manual_seed(args.seed)
         self.args, self.env, self.reward = args, env, reward
         self.rng = np.random.default_rng(args.seed)
         self.obs_scale = torch.tensor(env.obs_scale)
-        self.networks = nn.ModuleDict({"actor": Mlps(1, 29, 16, args.hidden), "critics": Mlps(2, 37, 1, args.hidden),
+        self.networks = nn.ModuleDict({"actor": Mlps(1, 29, 16, args.hidden),
+                                       "critics": Mlps(2, 37, 1, args.hidden),
                                        "targets": Mlps(2, 37, 1, args.hidden)})
         self.networks["targets"].load_state_dict(self.networks["critics"].state_dict())
-        self.optimizers = {name: torch.optim.Adam(self.networks[name].parameters(), lr=args.learning_rate, fused=True)
-                           for name in ("actor", "critics")}
+        self.optimizers = {
+            name: torch.optim.Adam(self.networks[name].parameters(), lr=args.learning_rate, fused=True)
+            for name in ("actor", "critics")}
         self.replay = AntReplay(args.steps, args.num_envs, args.horizon)
         self.moves, self.updates = 0, 0  # steps of all ants together; gradient steps
 
     @torch.no_grad()
     def act(self, obs, noise=0.0):
-        """Torques [N, 8] at obs [N, 29]: of the deterministic policy, or sampled with standard normal noise [N, 8]."""
-        return squash(self.networks["actor"](torch.as_tensor(obs) * self.obs_scale)[0], torch.as_tensor(noise))[0].numpy()
+        """Torques [N, 8] at obs [N, 29]: deterministic, or sampled with standard normal noise [N, 8]."""
+        return squash(self.networks["actor"](torch.as_tensor(obs) * self.obs_scale)[0],
+                      torch.as_tensor(noise))[0].numpy()
 
     def step(self):
         args, env, obs = self.args, self.env, self.env.obs
@@ -741,7 +771,8 @@ class Sac:
             env.place(terminated | last, "s0")
         left = max(0.0, 1 - self.moves * args.num_envs / args.steps)  # share of the steps
         for optimizer in self.optimizers.values():
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (min(1.0, left / args.anneal) if args.anneal else 1.0)
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (min(1.0, left / args.anneal)
+                                                                    if args.anneal else 1.0)
         due = int(args.update_ratio * (self.moves * args.num_envs - args.warmup)) - self.updates
         if due > 0:
             obs, *parts, next_obs = self.replay.sample(due * args.batch_size, self.rng)
@@ -753,8 +784,8 @@ class Sac:
     def state(self):
         return {"networks": self.networks.state_dict(), "moves": self.moves, "updates": self.updates,
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
-                "rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state(), "replay": self.replay.state(),
-                "env": gridworld.as_tensors(self.env.get_state())}
+                "rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state(),
+                "replay": self.replay.state(), "env": gridworld.as_tensors(self.env.get_state())}
 
     def load(self, state):
         self.networks.load_state_dict(state["networks"])
@@ -775,13 +806,14 @@ def judge_policy(env, act, reward, horizon, seed):
         obs = env.move(act(env.obs))
         reached |= within_goal(obs, env)
         total += reward(obs)
-    return {"success": reached.mean(), "success_at_end": within_goal(env.obs, env).mean(), "return": total.mean(),
-            "distance": env.geodesic(env.obs[:, :2], env.goal_xy).mean(), "fallen": env.fallen().mean()}
+    return {"success": reached.mean(), "success_at_end": within_goal(env.obs, env).mean(),
+            "return": total.mean(), "distance": env.geodesic(env.obs[:, :2], env.goal_xy).mean(),
+            "fallen": env.fallen().mean()}
 
 
 def evaluate_shaping(args):
     """The body of `shaping`."""
-    torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages, which run slower
+    torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages: slower
     needs_phi = args.reward in ("dense", "mix")
     if needs_phi != (args.run is not None):
         how = "needs --run" if needs_phi else "uses no representation; drop --run"
@@ -796,21 +828,23 @@ def evaluate_shaping(args):
     reward = make_reward(args.reward, env, phi)
     method, path = named(args, method, ("reward", "env")), results_path(args, "antmaze_shaping")
     key = f"shaping-{args.reward}", method, env.name, run_seed, args.seed
-    print(f"shaping with {args.reward} of {method} on {env.name}, run {run_seed}, seed {args.seed}, rows to {path}")
+    print(f"shaping with {args.reward} of {method} on {env.name}, run {run_seed}, seed {args.seed}, "
+          f"rows to {path}")
     if args.resume and finished(path, args.steps, *key):
         return print("finished already")
     variant = f"{args.reward}-{method.replace(' ', '-')}-run{run_seed}"
-    with gridworld.run_directory(args, env, variant, "shaping", ("run", "results_dir")) as (run_dir, checkpoint), \
+    with gridworld.run_directory(
+            args, env, variant, "shaping", ("run", "results_dir")) as (run_dir, checkpoint), \
             gridworld.stop_requests() as stop:
-        agent, judge = Sac(args, env, reward), antmaze.make_env(facts["args"]["env"] if needs_phi else args.env,
-                                                                args.eval_episodes, 0)
+        agent, judge = Sac(args, env, reward), antmaze.make_env(
+            facts["args"]["env"] if needs_phi else args.env, args.eval_episodes, 0)
         logged = []
         if checkpoint is not None:
             gridworld.load_state(run_dir, lambda: agent.load(checkpoint))
             logged = [tuple(entry) for entry in checkpoint["logged"]]
         moves, every = -(-args.steps // args.num_envs), max(1, args.eval_every // args.num_envs)
-        bar = tqdm(initial=agent.moves * args.num_envs, total=moves * args.num_envs, unit="step", unit_scale=True,
-                   dynamic_ncols=True)
+        bar = tqdm(initial=agent.moves * args.num_envs, total=moves * args.num_envs, unit="step",
+                   unit_scale=True, dynamic_ncols=True)
         while agent.moves < moves:
             agent.step()
             bar.update(args.num_envs)
@@ -818,27 +852,31 @@ def evaluate_shaping(args):
             if evaluated:
                 scores = judge_policy(judge, agent.act, reward, args.horizon, args.seed + agent.moves)
                 with torch.random.fork_rng():  # an evaluation leaves the training as it is
-                    sampled = judge_policy(judge, lambda obs: agent.act(obs, torch.randn(len(obs), 8)), reward,
-                                           args.horizon, args.seed + agent.moves)
+                    sampled = judge_policy(judge, lambda obs: agent.act(obs, torch.randn(len(obs), 8)),
+                                           reward, args.horizon, args.seed + agent.moves)
                 scores |= {f"sampled_{name}": sampled[name] for name in ("success", "distance")}
                 if not all(map(math.isfinite, scores.values())):
-                    raise UsageError(f"after {agent.moves * args.num_envs} steps a score is not finite; try other step sizes")
-                logged += [(agent.moves * args.num_envs, metric, float(value)) for metric, value in scores.items()]
+                    raise UsageError(f"after {agent.moves * args.num_envs} steps a score is not finite; "
+                                     "try other step sizes")
+                logged += [(agent.moves * args.num_envs, metric, float(value))
+                           for metric, value in scores.items()]
                 bar.set_postfix({name: format(scores[name], ".2f") for name in ("success", "distance")})
                 add_results(path, [(*key, *entry) for entry in logged])
-            if stop or (evaluated and (agent.moves == moves or agent.moves // every % 8 == 0)):
+            halt = bool(stop)  # read once: what was saved is what is left
+            if halt or (evaluated and (agent.moves == moves or agent.moves // every % 8 == 0)):
                 gridworld.save_checkpoint(run_dir, "shaping", variant, env, args, agent.state() | {
                     "update": agent.moves, "logged": [list(entry) for entry in logged]})
-            if stop:
+            if halt:
                 raise KeyboardInterrupt
         bar.close()
     print(", ".join(f"{metric} {value:.3f}" for step, metric, value in logged if step == logged[-1][0]))
 
 
-# ============================================================================================ skills: a sparse task
-# What the paper leaves open: returns are divided by the episode's length, so that the entropy coefficient has a meaning; the
-# critic is a network of the policy's shape that also sees the time left. An ant on its back stays there until its episode
-# ends. A DCO option can be chosen where it may start, or any where none may; it runs for one step at least.
+# ====================================================================================== skills: a sparse task
+# What the paper leaves open: returns are divided by the episode's length, so that the entropy coefficient
+# has a meaning; the critic is a network of the policy's shape that also sees the time left. An ant on its
+# back stays there until its episode ends. A DCO option can be chosen where it may start, or any where none
+# may; it runs for one step at least.
 @dataclass
 class SkillsTask:
     """Do frozen skills solve the maze? A fresh high-level policy over them learns the sparse task."""
@@ -846,7 +884,8 @@ class SkillsTask:
     run: Optional[str] = None
     """run directory or checkpoint of tatc.py or baselines_dco_diayn.py on an ant maze"""
     floor: Optional[Literal["actions", "skills", "choices"]] = None
-    """random actions or eight skills of an untrained network in place of --run; choices: --run's skills, chosen at random"""
+    """random actions or eight skills of an untrained network in place of --run; choices: --run's skills,
+    chosen at random"""
     env: str = "antmaze1"
     """without --run: antmaze1, antmaze2, antmaze-large or ant:FILE"""
     seed: int = 0
@@ -878,14 +917,16 @@ class SkillsTask:
 def run_skills(env, skills, choose, steps, length):
     """Skills one after the other from where the ants are; yields obs [N, 29] after each step.
 
-    choose(t, ants [m], obs [m, 29], allowed [m, k]) -> [m] is asked when a skill's `length` is over or its option has ended.
+    choose(t, ants [m], obs [m, 29], allowed [m, k]) -> [m] is asked when a skill's `length` is over or its
+    option has ended.
     """
     skill, left = np.zeros(env.num_envs, np.int64), np.zeros(env.num_envs, np.int64)
     for t in range(steps):
         ants = np.flatnonzero(left == 0)
         if len(ants):
             obs = env.obs[ants]
-            allowed = ~np.stack([skills.ended(obs, np.full(len(ants), z)) for z in range(skills.count)], axis=1)
+            allowed = ~np.stack([skills.ended(obs, np.full(len(ants), z)) for z in range(skills.count)],
+                                axis=1)
             skill[ants], left[ants] = choose(t, ants, obs, allowed | ~allowed.any(1, keepdims=True)), length
         obs = env.move(skills.act(env.obs, skill))
         left -= 1
@@ -901,8 +942,8 @@ def random_choice(allowed, rng):
 def covered_cells(env, skills, args, passed_on, repeats, rng):
     """Mean share of the maze's cells that `rollouts` randomly chosen skills visit, over `repeats`.
 
-    passed_on: a skill starts where the last one ended, the first one at s0; otherwise each starts at s0. env has an ant for
-    every repeat, or for every skill of every repeat.
+    passed_on: a skill starts where the last one ended, the first one at s0; otherwise each starts at s0. env
+    has an ant for every repeat, or for every skill of every repeat.
     """
     chain = args.rollouts if passed_on else 1
     group = np.repeat(np.arange(repeats), env.num_envs // repeats)
@@ -925,7 +966,8 @@ def choice_loss(logits, allowed, choice, value, returns, entropy_coef):
 def high_level_episodes(args, env, skills, policy, rng):
     """One episode of each ant from s0 -> (choices, rewards [T, N]); policy None chooses at random.
 
-    choices: obs [n, 29], allowed [n, k], choice [n], time left [n, 1] as a share, and return to go [n] as a share of horizon.
+    choices: obs [n, 29], allowed [n, k], choice [n], time left [n, 1] as a share, and return to go [n] as a
+    share of horizon.
     """
     env.place(np.ones(env.num_envs, bool), "s0")
     asked = []
@@ -940,7 +982,8 @@ def high_level_episodes(args, env, skills, policy, rng):
         asked.append((np.full(len(ants), t), ants, obs, allowed, choice))
         return choice
 
-    rewards = [within_goal(obs, env) for obs in run_skills(env, skills, choose, args.horizon, args.skill_length)]
+    rewards = [within_goal(obs, env)
+               for obs in run_skills(env, skills, choose, args.horizon, args.skill_length)]
     rewards = np.array(rewards, np.float32)
     when, ants, obs, allowed, choice = map(np.concatenate, zip(*asked))
     to_go = rewards[::-1].cumsum(0)[::-1] / args.horizon
@@ -951,7 +994,8 @@ def high_level_episodes(args, env, skills, policy, rng):
 def evaluate_skills(args):
     """The body of `skills`."""
     if (args.run is None) != (args.floor in ("actions", "skills")):
-        raise UsageError("give --run RUN_DIR, alone or with --floor choices, or --floor actions or skills without it")
+        raise UsageError("give --run RUN_DIR, alone or with --floor choices, "
+                         "or --floor actions or skills without it")
     torch.manual_seed(args.seed)
     rng, repeats = np.random.default_rng(args.seed), 8
 
@@ -967,12 +1011,14 @@ def evaluate_skills(args):
             act = lambda obs, skill: rng.integers(values, size=(len(obs), heads))  # noqa: E731
         else:
             omega = tatc.make_directions(tatc.Args())
-            act = tatc.make_actor(tatc.Net(29, 2, heads * values, 128, env.obs_scale), omega, env.action_shape, rng)
+            act = tatc.make_actor(tatc.Net(29, 2, heads * values, 128, env.obs_scale), omega,
+                                  env.action_shape, rng)
         return f"random {args.floor}", args.seed, env, Skills(8, act, never_ended)
 
     method, run_seed, env, skills = prepare(args.batch)
     need_goal(env, antmaze.AntMazeVec, "skills")
-    method = named(args, "random choices of " + method if args.floor == "choices" else method, ("floor", "env"))
+    method = named(args, "random choices of " + method if args.floor == "choices" else method,
+                   ("floor", "env"))
     path = results_path(args, "antmaze_skills")
     key = method, env.name, run_seed, args.seed
     print(f"skills of {method} on {env.name}, run {run_seed}, seed {args.seed}, rows to {path}")
@@ -985,38 +1031,44 @@ def evaluate_skills(args):
         rows.append(("skills-cells", *key, 0, name, value))
     policy = tatc.Net(29, 0, skills.count, args.hidden, env.obs_scale)
     critic = tatc.Net(29, 1, 1, args.hidden, env.obs_scale)
-    optimizer = torch.optim.RMSprop([*policy.parameters(), *critic.parameters()], lr=args.learning_rate, foreach=True)
+    optimizer = torch.optim.RMSprop([*policy.parameters(), *critic.parameters()], lr=args.learning_rate,
+                                    foreach=True)
     success, returns, updates = [], [], -(-args.episodes // args.batch)
     bar = tqdm(range(1, updates + 1), unit="update", dynamic_ncols=True)
     for number in bar:
-        choices, rewards = high_level_episodes(args, env, skills, None if args.floor == "choices" else policy, rng)
+        choices, rewards = high_level_episodes(
+            args, env, skills, None if args.floor == "choices" else policy, rng)
         obs, allowed, choice, time_left, to_go = choices
         success.append(rewards.any(0).mean())
         returns.append(rewards.sum(0).mean())
         if number % args.log_every == 0 or number == updates:
             step = number * args.batch
-            rows += [("skills", *key, step, "success", np.mean(success)), ("skills", *key, step, "return", np.mean(returns))]
+            rows += [("skills", *key, step, "success", np.mean(success)),
+                     ("skills", *key, step, "return", np.mean(returns))]
             bar.set_postfix(success=f"{np.mean(success):.2f}")
             success, returns = [], []
-        loss = choice_loss(policy(obs), allowed, choice, critic(obs, time_left).squeeze(-1), to_go, args.entropy_coef)
+        loss = choice_loss(policy(obs), allowed, choice, critic(obs, time_left).squeeze(-1), to_go,
+                           args.entropy_coef)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     add_results(path, rows)
-    print(", ".join(f"{row[-2]} {row[-1]:.3f}" for row in [*rows[:2], *rows[-2:]]) + f"; {env.diverged} ants diverged")
+    print(", ".join(f"{row[-2]} {row[-1]:.3f}" for row in [*rows[:2], *rows[-2:]])
+          + f"; {env.diverged} ants diverged")
 
 
-# ============================================================================================================= film
+# ======================================================================================================= film
 @dataclass
 class Film:
-    """An ant under the trained policies of tatc.py, from s0, as a strip of pictures (.png) and a .gif. Needs OpenGL."""
+    """An ant under the trained policies of tatc.py, from s0, as pictures (.png) and a .gif. Needs OpenGL."""
 
     run: str
     """run directory or checkpoint of tatc.py on an ant maze"""
     path: str = "film.gif"
     """where the animation goes; the strip gets the ending .png"""
     seed: int = 0
-    """seed of the ants; the first of 64 that comes within 4 units of the far end is shown, or the one that comes nearest"""
+    """seed of the ants; the first of 64 that comes within 4 units of the far end is shown, or the one that
+    comes nearest"""
     steps: int = 1000
     """environment steps"""
     frames: int = 100
@@ -1032,8 +1084,10 @@ def draw_film(args):
     if pi_hi is None or not isinstance(env, antmaze.AntMazeVec):
         raise UsageError(f"{args.run} is not a run of tatc.py on an ant maze")
     choose = lambda t, ants, obs, allowed: tatc.choose_skills(pi_hi, obs, rng)  # noqa: E731
-    states = np.stack([env.obs, *run_skills(env, skills, choose, args.steps, facts["args"]["skill_length"])])  # [T + 1, N, 29]
-    distance = np.linalg.norm(states[..., :2] - env.truth_xy[env.distance[env.start_index].argmax()], axis=-1)  # [T + 1, N]
+    states = np.stack([  # [T + 1, N, 29]
+        env.obs, *run_skills(env, skills, choose, args.steps, facts["args"]["skill_length"])])
+    distance = np.linalg.norm(  # [T + 1, N]
+        states[..., :2] - env.truth_xy[env.distance[env.start_index].argmax()], axis=-1)
     arrived = (distance <= 4).any(0)
     ant = np.where(arrived, (distance <= 4).argmax(0), args.steps + distance.min(0)).argmin()
     last = (distance[:, ant] <= 4).argmax() if arrived[ant] else args.steps
@@ -1052,13 +1106,14 @@ def draw_film(args):
         ax.axis("off")
     figure.savefig(path.with_suffix(".png"), dpi=90)
     end = f"after {last}" if arrived[ant] else "did not"
-    print(f"{path}, {path.with_suffix('.png')}: {arrived.sum()} of 64 ants arrived within {args.steps} steps, this one {end}")
+    print(f"{path}, {path.with_suffix('.png')}: {arrived.sum()} of 64 ants arrived within {args.steps} "
+          f"steps, this one {end}")
 
 
-# ============================================================================================================ speed
+# ====================================================================================================== speed
 @dataclass
 class Speed:
-    """CPU time of tatc.py's loop on ants against the bare simulator, and of SAC against Stable-Baselines3 and sbx."""
+    """CPU time of tatc.py's loop on ants against bare MuJoCo, of SAC against Stable-Baselines3 and sbx."""
 
     rounds: int = 5
     """measurements of each, in turn"""
@@ -1067,7 +1122,7 @@ class Speed:
 
 
 def measure_loop(rounds, updates=8):
-    """Environment steps per CPU second of tatc.py's loop on AntMaze-1 and of mujoco.batch alone, [(name, value)] of each round."""
+    """Steps per CPU second of tatc.py's loop on AntMaze-1 and of mujoco.batch, [(name, value)] per round."""
     args = tatc.Args(env="antmaze1")
     env, _ = tatc.prepare(args)
     networks, omega, rng = tatc.make_networks(args, env), tatc.make_directions(args), np.random.default_rng(0)
@@ -1082,7 +1137,8 @@ def measure_loop(rounds, updates=8):
             batch = tatc.rollout(args, env, networks, omega, walks, rng)
             obs, skill = batch[0], batch[2]
             recent = [*recent[1 - args.phi_memory:], (obs[0, :, :: args.pair_gap], torch.as_tensor(walks))]
-            tatc.update(args, networks, optimizers, omega, batch, (obs[0, :, :1], obs[0, :, -1], skill.T), recent, rng)
+            tatc.update(args, networks, optimizers, omega, batch, (obs[0, :, :1], obs[0, :, -1], skill.T),
+                        recent, rng)
         middle = time.process_time()
         for t in range(steps):
             bare(torques[t % 100])
@@ -1093,7 +1149,7 @@ def measure_loop(rounds, updates=8):
 
 
 def measure_sac(rounds, moves=16):
-    """Environment steps per CPU second of this file's SAC and of its peers on the same batched ants, [(name, value)]."""
+    """Steps per CPU second of this file's SAC and of its peers on the same batched ants, [(name, value)]."""
     args = Shaping(reward="xy", steps=200_000)
     env = antmaze.make("antmaze1", args.num_envs, 0)
     agent = Sac(args, env, make_reward("xy", env, None))
@@ -1141,7 +1197,8 @@ def make_peer(package, args):
 
         def step_wait(self):
             obs = self.ants.move(self.actions)
-            return obs, -np.linalg.norm(obs[:, :2], axis=1), np.zeros(self.num_envs, bool), [{}] * self.num_envs
+            return (obs, -np.linalg.norm(obs[:, :2], axis=1), np.zeros(self.num_envs, bool),
+                    [{}] * self.num_envs)
 
         def get_attr(self, name, indices=None):
             return [None] * self.num_envs
@@ -1151,9 +1208,11 @@ def make_peer(package, args):
 
         close = set_attr = env_method = lambda self, *rest, **named: None
 
-    peer = SAC("MlpPolicy", Ants(), learning_rate=args.learning_rate, buffer_size=args.steps, learning_starts=args.warmup,
-               batch_size=args.batch_size, tau=args.tau, gamma=args.gamma, train_freq=1, ent_coef=args.alpha, seed=0,
-               gradient_steps=int(args.update_ratio * args.num_envs), policy_kwargs={"net_arch": [args.hidden] * 2})
+    peer = SAC("MlpPolicy", Ants(), learning_rate=args.learning_rate, buffer_size=args.steps,
+               learning_starts=args.warmup, batch_size=args.batch_size, tau=args.tau, gamma=args.gamma,
+               train_freq=1, ent_coef=args.alpha, seed=0,
+               gradient_steps=int(args.update_ratio * args.num_envs),
+               policy_kwargs={"net_arch": [args.hidden] * 2})
     peer.learn(args.warmup + 2 * args.num_envs)
     return peer
 
@@ -1165,7 +1224,8 @@ def evaluate_speed(args):
         found, seen = measure(args.rounds), {}
         for name, value in found:
             seen.setdefault(name, []).append(value)
-            rows.append((f"speed-{experiment}", name, "antmaze1", 0, 0, len(seen[name]), "steps_per_cpu_second", value))
+            rows.append((f"speed-{experiment}", name, "antmaze1", 0, 0, len(seen[name]),
+                         "steps_per_cpu_second", value))
         first, *others = seen
         for other in others:
             ratios = np.array(seen[first]) / seen[other]
@@ -1173,7 +1233,7 @@ def evaluate_speed(args):
     add_results(path, rows)
 
 
-# ============================================================== experiments: one list behind plan, tables and figures
+# ====================================================== experiments: one list behind plan, tables and figures
 GRIDS, ANTS, SEEDS = tuple(gridworld.MAZES), ("antmaze1", "antmaze2"), tuple(range(10, 15))
 Training = namedtuple("Training", "experiment label command envs seeds minutes")
 Evaluation = namedtuple("Evaluation", "experiment label command envs run_seeds minutes")
@@ -1182,20 +1242,27 @@ TRAININGS = (
     Training("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 2.5),
     Training("ablation", "TATC, beta' = 0", "tatc.py --boredom-coef 0", GRIDS, SEEDS, 2.5),
     Training("ablation", "TATC, entropy 0.1", "tatc.py --low-entropy-coef 0.1", GRIDS, SEEDS, 2.5),
-    Training("ablation", "TATC, entropy 0.1, beta' = 0", "tatc.py --low-entropy-coef 0.1 --boredom-coef 0", GRIDS, SEEDS, 2.5),
-    Training("ablation", "TATC, beta' = 0, uniform prior", "tatc.py --boredom-coef 0 --prior uniform", GRIDS, SEEDS, 2.5),
-    *(Training("readings", f"TATC, {reading}, beta' = {coef}", f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}",
+    Training("ablation", "TATC, entropy 0.1, beta' = 0", "tatc.py --low-entropy-coef 0.1 --boredom-coef 0",
+             GRIDS, SEEDS, 2.5),
+    Training("ablation", "TATC, beta' = 0, uniform prior", "tatc.py --boredom-coef 0 --prior uniform",
+             GRIDS, SEEDS, 2.5),
+    *(Training("readings", f"TATC, {reading}, beta' = {coef}",
+               f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}",
                ("umaze",), SEEDS[:3], 1.5)
-      for reading, coefs in (("sum", ("0.002", "0.01", "0.05", "0.2", "2")), ("mean", ("0.02", "0.1", "0.5", "2")))
+      for reading, coefs in (("sum", ("0.002", "0.01", "0.05", "0.2", "2")),
+                             ("mean", ("0.02", "0.1", "0.5", "2")))
       for coef in coefs),
-    *(Training("laprep", f"Lap-rep (s0), d = {dim}", "laprep.py" + (f" --dim {dim}" if dim != 2 else ""), GRIDS, SEEDS, 1.8)
+    *(Training("laprep", f"Lap-rep (s0), d = {dim}", "laprep.py" + (f" --dim {dim}" if dim != 2 else ""),
+               GRIDS, SEEDS, 1.8)
       for dim in (2, 3, 5, 10)),
     Training("laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", GRIDS, SEEDS, 1.8),
-    Training("laprep", "RA-LapRep (uniform), d = 10", f"{ALLO} --samples 200000 --updates 10000", GRIDS, SEEDS, 2.5),
+    Training("laprep", "RA-LapRep (uniform), d = 10", f"{ALLO} --samples 200000 --updates 10000",
+             GRIDS, SEEDS, 2.5),
     Training("antmaze", "TATC", "tatc.py", ANTS, SEEDS, 36),
     Training("antmaze", "TATC", "tatc.py", ("antmaze-large",), SEEDS, 40),
     Training("ants-ablation", "TATC, beta' = 0", "tatc.py --boredom-coef 0", ("antmaze1",), SEEDS[:3], 36),
-    Training("ants-ablation", "TATC, vanilla A2C", "tatc.py --policy-update a2c --skills-per-update 5 --updates 2500",
+    Training("ants-ablation", "TATC, vanilla A2C",
+             "tatc.py --policy-update a2c --skills-per-update 5 --updates 2500",
              ("antmaze1",), SEEDS[:3], 75),
     Training("ants-laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", ANTS, SEEDS, 3),
     Training("ants-laprep", "Lap-rep (s0), d = 2", "laprep.py", ANTS, SEEDS, 3),
@@ -1213,14 +1280,16 @@ EVALUATIONS = (
     *(Evaluation("shaping", label, f"evaluate.py shaping --reward {label}", ANTS, SEEDS[:3], 26)
       for label in ("sparse", "xy", "fiedler")),
     Evaluation("skills", "TATC", "evaluate.py skills", ("antmaze1",), SEEDS, 3),
-    Evaluation("skills", "random choices of TATC", "evaluate.py skills --floor choices", ("antmaze1",), SEEDS, 3),
+    Evaluation("skills", "random choices of TATC", "evaluate.py skills --floor choices",
+               ("antmaze1",), SEEDS, 3),
     Evaluation("skills", "DCO", "evaluate.py skills", ("antmaze1",), SEEDS[:3], 5),
     Evaluation("skills", "DIAYN", "evaluate.py skills", ("antmaze1",), SEEDS[:3], 3),
-    *(Evaluation("skills", f"random {floor}", f"evaluate.py skills --floor {floor}", ("antmaze1",), SEEDS[:3], 3)
+    *(Evaluation("skills", f"random {floor}", f"evaluate.py skills --floor {floor}",
+                 ("antmaze1",), SEEDS[:3], 3)
       for floor in ("actions", "skills")),
 )
-NO_RUN = {"exact eigenvectors": "--features exact", "one-hot": "--features onehot", "sparse": "", "xy": "", "fiedler": "",
-          "random actions": "", "random skills": ""}
+NO_RUN = {"exact eigenvectors": "--features exact", "one-hot": "--features onehot", "sparse": "", "xy": "",
+          "fiedler": "", "random actions": "", "random skills": ""}
 EXPERIMENTS = tuple(dict.fromkeys(entry.experiment for entry in (*TRAININGS, *EVALUATIONS)))
 
 
@@ -1247,10 +1316,10 @@ def trained(label, env):
 
 @dataclass
 class Plan:
-    """Print the commands behind the results, one per line with its core-minutes on one core of a small server.
+    """Print the commands behind the results, one per line with its core-minutes on a core of a small server.
 
-    A line needs lines of earlier stages only, so the lines of a stage may run side by side. Each continues where it was
-    interrupted or finds itself finished: a plan that was killed is run again as it is.
+    A line needs lines of earlier stages only, so the lines of a stage may run side by side. Each continues
+    where it was interrupted or finds itself finished: a plan that was killed is run again as it is.
     """
 
     experiment: tuple[Literal[EXPERIMENTS], ...] = EXPERIMENTS
@@ -1266,9 +1335,11 @@ class Plan:
 # Budgets of seconds instead of minutes, for trying a plan out.
 SMOKE = {"tatc.py": "--updates 4 --log-every 2 --num-envs 4",
          "laprep.py": "--updates 20 --samples 2000 --log-every 10 --batch-size 16",
-         "baselines_dco_diayn.py dco": "--samples 1000 --f-updates 4 --policy-updates 4 --num-skills 2 --skill-length 10",
+         "baselines_dco_diayn.py dco": "--samples 1000 --f-updates 4 --policy-updates 4 --num-skills 2 "
+                                       "--skill-length 10",
          "baselines_dco_diayn.py diayn": "--updates 20 --learning-starts 100 --skill-length 10",
-         "evaluate.py prediction": "--updates 4 --log-every 2", "evaluate.py control": "--updates 4 --log-every 2",
+         "evaluate.py prediction": "--updates 4 --log-every 2",
+         "evaluate.py control": "--updates 4 --log-every 2",
          "evaluate.py shaping": "--steps 1000 --eval-every 500 --horizon 20 --warmup 100",
          "evaluate.py skills": "--episodes 8 --horizon 20 --skill-length 10 --rollouts 2"}
 
@@ -1288,7 +1359,8 @@ def plan_commands(args):
         script, variant, env_name = run_of(command, env)
         run = shlex.quote(f"runs/{script}/{env_name}/{variant}/seed{seed}")
         lines.setdefault(("train", f"{command} --env {env} --seed {seed} --resume"), entry.minutes)
-        lines.setdefault(("evaluate", f"evaluate.py scores {results} --runs {run}"), 1 if env in antmaze.MAZES else 0.1)
+        lines.setdefault(("evaluate", f"evaluate.py scores {results} --runs {run}"),
+                         1 if env in antmaze.MAZES else 0.1)
         return run
 
     for entry in TRAININGS:
@@ -1305,13 +1377,17 @@ def plan_commands(args):
                         sources = [source]
                     else:
                         run = train(trained(entry.label.removeprefix("random choices of "), env), env, seed)
-                        sources = [f"--run {run} --seed {again}" for again in range(1 if entry.experiment != "skills" or args.smoke else 3)]
+                        sources = [f"--run {run} --seed {again}"
+                                   for again in range(1 if entry.experiment != "skills" or args.smoke else 3)]
                     for source in sources:
-                        lines.setdefault(("evaluate", f"{smoke(entry.command)} {source} --resume {results}"), entry.minutes)
+                        lines.setdefault(("evaluate", f"{smoke(entry.command)} {source} --resume {results}"),
+                                         entry.minutes)
     lines["figures", f"evaluate.py figures {results}"] = 1
     order = ("train", "evaluate", "figures")
-    found = [(stage, f"python {command}", minutes) for (stage, command), minutes in lines.items() if args.stage in (None, stage)]
-    return sorted(found, key=lambda line: (order.index(line[0]), line[1].startswith("python evaluate.py") and "scores" not in line[1]))
+    found = [(stage, f"python {command}", minutes) for (stage, command), minutes in lines.items()
+             if args.stage in (None, stage)]
+    return sorted(found, key=lambda line: (
+        order.index(line[0]), line[1].startswith("python evaluate.py") and "scores" not in line[1]))
 
 
 def print_plan(args):
@@ -1321,10 +1397,11 @@ def print_plan(args):
     lines = plan_commands(args)
     for _, command, minutes in lines:
         print(f"{command}  # {minutes:g} core-minutes")
-    print(f"{len(lines)} commands, about {sum(minutes for *_, minutes in lines) / 60:.1f} core-hours", file=sys.stderr)
+    print(f"{len(lines)} commands, about {sum(minutes for *_, minutes in lines) / 60:.1f} core-hours",
+          file=sys.stderr)
 
 
-# ================================================================================================= figures and tables
+# ========================================================================================= figures and tables
 @dataclass
 class Figures:
     """Redraw the figures and the tables of the Markdown files from the result rows."""
@@ -1335,9 +1412,10 @@ class Figures:
     """files with tables, each between <!-- table:NAME --> and <!-- end -->"""
 
 
-COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d = 3": "#17becf", "Lap-rep (uniform), d = 2": "#2ca02c",
-           "RA-LapRep (uniform), d = 10": "#98df8a", "exact eigenvectors": "#9467bd", "fiedler": "#9467bd", "one-hot": "#7f7f7f",
-           "DCO": "#ff7f0e", "DIAYN": "#8c564b", "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
+COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d = 3": "#17becf",
+           "Lap-rep (uniform), d = 2": "#2ca02c", "RA-LapRep (uniform), d = 10": "#98df8a",
+           "exact eigenvectors": "#9467bd", "fiedler": "#9467bd", "one-hot": "#7f7f7f", "DCO": "#ff7f0e",
+           "DIAYN": "#8c564b", "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
            "random skills": "#c49c94", "random choices of TATC": "#f7b6d2"}
 
 
@@ -1353,8 +1431,10 @@ def curves_of(rows, experiment, method, env, metric):
     found = {}
     for row in rows:
         if (row["experiment"], row["method"], row["env"], row["metric"]) == (experiment, method, env, metric):
-            found.setdefault(int(row["run_seed"]), {}).setdefault(float(row["step"]), []).append(float(row["value"]))
-    return {seed: [(step, np.mean(values)) for step, values in sorted(steps.items())] for seed, steps in sorted(found.items())}
+            found.setdefault(int(row["run_seed"]), {}).setdefault(
+                float(row["step"]), []).append(float(row["value"]))
+    return {seed: [(step, np.mean(values)) for step, values in sorted(steps.items())]
+            for seed, steps in sorted(found.items())}
 
 
 def final_value(curve, tail):
@@ -1372,20 +1452,23 @@ def cell(values):
 
 
 def score_table(rows, entries, metrics, tail=0.0):
-    """Markdown table, a row per entry (label, experiment, method, env), a column per metric {name: heading}; seeds in order."""
+    """Markdown table, a row per (label, experiment, method, env), a column per metric {name: heading}."""
     lines = ["| | seeds | " + " | ".join(metrics.values()) + " |", "|---" * (len(metrics) + 2) + "|"]
     for label, experiment, method, env in entries:
-        scores = {metric: [final_value(curve, tail) for curve in curves_of(rows, experiment, method, env, metric).values()]
+        scores = {metric: [final_value(curve, tail)
+                           for curve in curves_of(rows, experiment, method, env, metric).values()]
                   for metric in metrics}
         count = max(map(len, scores.values()))
         if count:
-            lines.append(f"| {gridworld.TITLES.get(env, env)}: {label} | {count} | " + " | ".join(map(cell, scores.values())) + " |")
+            lines.append(f"| {gridworld.TITLES.get(env, env)}: {label} | {count} | "
+                         + " | ".join(map(cell, scores.values())) + " |")
     return "\n".join(lines) if len(lines) > 2 else None
 
 
 def difference_table(rows, experiment, metric, envs, labels, tail):
-    """Markdown table of TATC minus each label, over trained seeds, with the 95 % bootstrap interval (paired where seeds pair)."""
-    lines = ["| TATC minus | " + " | ".join(gridworld.TITLES[env] for env in envs) + " |", "|---" * (len(envs) + 1) + "|"]
+    """Markdown table of TATC minus each label, over seeds (paired), with the 95 % bootstrap interval."""
+    lines = ["| TATC minus | " + " | ".join(gridworld.TITLES[env] for env in envs) + " |",
+             "|---" * (len(envs) + 1) + "|"]
     for label in labels:
         cells = []
         for env in envs:
@@ -1396,14 +1479,15 @@ def difference_table(rows, experiment, metric, envs, labels, tail):
                 cells.append("")
                 continue
             gap = [ours[seed] - theirs[seed] for seed in both]
-            low, high = scipy.stats.bootstrap((gap,), np.mean, rng=np.random.default_rng(0)).confidence_interval
+            low, high = scipy.stats.bootstrap((gap,), np.mean,
+                                              rng=np.random.default_rng(0)).confidence_interval
             cells.append(f"{np.mean(gap):+.3f} [{low:+.3f}, {high:+.3f}]")
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def draw_comparison(path, title, x_label, panels):
-    """Curves over trained seeds; panels: rows of [(panel title, y label, {label: {run_seed: [(step, value)]}})]."""
+    """Curves over trained seeds; panels: rows of [(title, y label, {label: {run_seed: [(step, value)]}})]."""
     panels = [[panel for panel in row if panel[2]] for row in panels]
     panels = [row for row in panels if row]
     if not panels:
@@ -1427,7 +1511,8 @@ def draw_comparison(path, title, x_label, panels):
             ax.grid(alpha=0.3)
         axes[0].set_ylabel(row[0][1])
     figure.suptitle(f"{title}\nThin: trained seeds; thick: their mean.", fontsize=10)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)),
+                  fontsize=8)
     figure.savefig(path, dpi=100)
     print(f"figure: {path}")
 
@@ -1486,8 +1571,8 @@ def comparison_figures(results_dir, rows):
     """Curves of prediction, control, shaping and skills, and the coverage of AntMaze-Large."""
 
     def curves(file, experiment, metric, env, labels):
-        found = {label: curves_of(rows[file], experiment, label_method(label.partition(" | ")[0], env), env, metric)
-                 for label in labels}
+        found = {label: curves_of(rows[file], experiment, label_method(label.partition(" | ")[0], env), env,
+                                  metric) for label in labels}
         return {label: seeds for label, seeds in found.items() if seeds}
 
     def labels_of(experiment):
@@ -1495,42 +1580,55 @@ def comparison_figures(results_dir, rows):
 
     titles, figures = gridworld.TITLES, results_dir / "figures"
     starts = {"uniform": "uniform starts", "prior": "starts of the non-uniform prior", "s0": "starts at s0"}
-    draw_comparison(figures / "gridworld_prediction.png", "Prediction: error of a linear critic on frozen phi, uniform starts.",
-                    "A2C updates of 80 episodes", [
-                        [(titles[env], f"error to {name}", curves("gridworld_prediction", "prediction-uniform", metric, env,
-                                                                  labels_of("prediction"))) for env in GRIDS]
-                        for metric, name in (("error_optimal", "V*"), ("error_policy", "V^pi"))])
-    draw_comparison(figures / "gridworld_control.png", "Control: an actor-critic on frozen phi.", "A2C updates of 80 episodes", [
-        [(f"{titles[env]}, {name}", "episode reward", curves("gridworld_control", f"control-{start}", "reward", env,
-                                                             labels_of("control"))) for env in GRIDS]
-        for start, name in starts.items()])
+    draw_comparison(
+        figures / "gridworld_prediction.png",
+        "Prediction: error of a linear critic on frozen phi, uniform starts.", "A2C updates of 80 episodes", [
+            [(titles[env], f"error to {name}", curves("gridworld_prediction", "prediction-uniform", metric,
+                                                      env, labels_of("prediction"))) for env in GRIDS]
+            for metric, name in (("error_optimal", "V*"), ("error_policy", "V^pi"))])
+    draw_comparison(
+        figures / "gridworld_control.png", "Control: an actor-critic on frozen phi.",
+        "A2C updates of 80 episodes", [
+            [(f"{titles[env]}, {name}", "episode reward", curves("gridworld_control", f"control-{start}",
+                                                                 "reward", env, labels_of("control")))
+             for env in GRIDS]
+            for start, name in starts.items()])
     panels = []
     for metric in ("success", "distance"):
         row = []
         for env in ANTS:
             found = {}
             for kind in ("dense", "mix", "sparse", "xy", "fiedler"):
-                found |= {f"{label} | {kind}" if kind in ("dense", "mix") else label: seeds for label, seeds in curves(
-                    "antmaze_shaping", f"shaping-{kind}", metric, env, labels_of("shaping")).items()}
+                found |= {
+                    f"{label} | {kind}" if kind in ("dense", "mix") else label: seeds
+                    for label, seeds in curves("antmaze_shaping", f"shaping-{kind}", metric, env,
+                                               labels_of("shaping")).items()}
             row.append((titles[env], metric, found))
         panels.append(row)
-    draw_comparison(figures / "antmaze_shaping.png", "Reward shaping: SAC on distances in phi.", "environment steps", panels)
-    draw_comparison(figures / "antmaze_skills.png", "A new high-level policy over frozen skills, sparse reward, AntMaze-1.",
-                    "episodes", [[("success rate", "", curves("antmaze_skills", "skills", "success", "antmaze1",
-                                                              labels_of("skills")))]])
-    draw_comparison(figures / "antmaze_coverage.png", "Share of 1x1 cells ever visited.", "environment steps", [
-        [(titles[env], "coverage", curves("antmaze_training", "training", "coverage_total", env, ("TATC",)))
-         for env in (*ANTS, "antmaze-large")]])
+    draw_comparison(figures / "antmaze_shaping.png", "Reward shaping: SAC on distances in phi.",
+                    "environment steps", panels)
+    draw_comparison(
+        figures / "antmaze_skills.png",
+        "A new high-level policy over frozen skills, sparse reward, AntMaze-1.", "episodes",
+        [[("success rate", "",
+           curves("antmaze_skills", "skills", "success", "antmaze1", labels_of("skills")))]])
+    draw_comparison(
+        figures / "antmaze_coverage.png", "Share of 1x1 cells ever visited.", "environment steps", [
+            [(titles[env], "coverage",
+              curves("antmaze_training", "training", "coverage_total", env, ("TATC",)))
+             for env in (*ANTS, "antmaze-large")]])
 
 
 def make_tables(rows):
     """{name: Markdown table} of every experiment that has rows."""
     tables = {}
-    scores = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs", "coverage": "coverage", "far": "far"}
-    laplacian = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs", "subspace": "subspace",
-                 "fiedler_r2": "R² of the exact second eigenvector"}
-    ants = scores | {"coverage_total": "ever visited", "travel": "cells where a skill travels", "used": "skills used",
-                     "reaches_end": "reaches the far end", "fallen": "fallen", "seconds": "seconds"}
+    scores = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
+              "coverage": "coverage", "far": "far"}
+    laplacian = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
+                 "subspace": "subspace", "fiedler_r2": "R² of the exact second eigenvector"}
+    ants = scores | {"coverage_total": "ever visited", "travel": "cells where a skill travels",
+                     "used": "skills used", "reaches_end": "reaches the far end", "fallen": "fallen",
+                     "seconds": "seconds"}
     for experiment, file, metrics in (
             ("gridworld", "gridworld_training", scores), ("ablation", "gridworld_training", scores),
             ("readings", "gridworld_training", {"extent": "extent of phi"} | scores),
@@ -1543,23 +1641,30 @@ def make_tables(rows):
     for name, experiment, file, metrics in (
             ("fit", "fit", "gridworld_prediction", {"fit_r2": "R² of V*", "fit_error": "RMSE"}),
             *((f"prediction-{start}", f"prediction-{start}", "gridworld_prediction",
-               {"error_optimal": "error to V*", "error_policy": "error to V^pi"}) for start in ("uniform", "prior", "s0")),
+               {"error_optimal": "error to V*", "error_policy": "error to V^pi"})
+              for start in ("uniform", "prior", "s0")),
             *((f"control-{start}", f"control-{start}", "gridworld_control",
-               {"reward": "episode reward", "discounted_return": "discounted return"}) for start in ("uniform", "prior", "s0"))):
+               {"reward": "episode reward", "discounted_return": "discounted return"})
+              for start in ("uniform", "prior", "s0"))):
         wanted = "control" if name.startswith("control") else "prediction"
         entries = [(label, experiment, label_method(label, env), env) for env in GRIDS
-                   for label in dict.fromkeys(entry.label for entry in EVALUATIONS if entry.experiment == wanted)]
+                   for label in dict.fromkeys(entry.label for entry in EVALUATIONS
+                                              if entry.experiment == wanted)]
         tables[name] = score_table(rows[file], entries, metrics, 0.1)
-    tables["differences"] = difference_table(rows["gridworld_prediction"], "prediction-uniform", "error_optimal", GRIDS, LAPREPS, 0.1)
-    shaping = {"success": "success", "success_at_end": "at the end", "sampled_success": "of the sampled policy",
-               "distance": "distance to the goal", "fallen": "fallen"}
+    tables["differences"] = difference_table(rows["gridworld_prediction"], "prediction-uniform",
+                                             "error_optimal", GRIDS, LAPREPS, 0.1)
+    shaping = {"success": "success", "success_at_end": "at the end",
+               "sampled_success": "of the sampled policy", "distance": "distance to the goal",
+               "fallen": "fallen"}
     entries = [(f"{entry.label}, {entry.command.split()[-1]}", f"shaping-{entry.command.split()[-1]}",
-                label_method(entry.label, env), env) for env in ANTS for entry in EVALUATIONS if entry.experiment == "shaping"]
+                label_method(entry.label, env), env)
+               for env in ANTS for entry in EVALUATIONS if entry.experiment == "shaping"]
     tables["shaping"] = score_table(rows["antmaze_shaping"], entries, shaping, 0.1)
     labels = [entry.label for entry in EVALUATIONS if entry.experiment == "skills"]
-    for name, experiment, metrics in (("skills", "skills", {"success": "success", "return": "return"}),
-                                      ("skills-cells", "skills-cells", {"cells": "cells of 48 skills from s0",
-                                                                        "cells_passed_on": "cells, state passed on"})):
+    for name, experiment, metrics in (
+            ("skills", "skills", {"success": "success", "return": "return"}),
+            ("skills-cells", "skills-cells", {"cells": "cells of 48 skills from s0",
+                                              "cells_passed_on": "cells, state passed on"})):
         entries = [(label, experiment, label_method(label, "antmaze1"), "antmaze1") for label in labels]
         tables[name] = score_table(rows["antmaze_skills"], entries, metrics, 0.1)
     return {name: table for name, table in tables.items() if table}
@@ -1570,39 +1675,44 @@ def fill_tables(path, tables):
     text = path.read_text(encoding="utf-8")
     for name in re.findall(r"<!-- table:([\w-]+) -->", text):
         if not re.search(rf"<!-- table:{name} -->\n(?:(?!<!-- table:).)*?<!-- end -->", text, re.DOTALL):
-            raise UsageError(f"{path}: <!-- table:{name} --> has no <!-- end --> before the next table; add it")
-        if name in tables:
-            text = re.sub(rf"(<!-- table:{name} -->\n).*?(<!-- end -->)",
-                          lambda match: f"{match[1]}{tables[name]}\n{match[2]}", text, flags=re.DOTALL)
+            raise UsageError(f"{path}: <!-- table:{name} --> has no <!-- end --> before the next table; "
+                             "add it")
+        table = tables.get(name, "(no rows yet)")
+        text = re.sub(rf"(<!-- table:{name} -->\n).*?(<!-- end -->)",
+                      lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
     gridworld.write_atomically(path, text.encode())
 
 
 def draw_figures(args):
     """The body of `figures`."""
     results_dir = Path(args.results_dir)
-    files = ("gridworld_training", "antmaze_training", "gridworld_prediction", "gridworld_control", "antmaze_shaping", "antmaze_skills")
+    files = ("gridworld_training", "antmaze_training", "gridworld_prediction", "gridworld_control",
+             "antmaze_shaping", "antmaze_skills")
     rows = {name: read_results(results_dir / f"{name}.csv") for name in files}
     if not any(rows.values()):
         raise UsageError(f"{results_dir} holds no result files; run another subcommand first")
-    (results_dir / "figures").mkdir(exist_ok=True)
-    phi_figures(results_dir)
-    comparison_figures(results_dir, rows)
     tables = make_tables(rows)
     for path in map(Path, args.readme):
         if path.exists():
             fill_tables(path, tables)
     print(f"{len(tables)} tables")
+    (results_dir / "figures").mkdir(exist_ok=True)
+    phi_figures(results_dir)
+    comparison_figures(results_dir, rows)
 
 
-# ============================================================================================================= main
-COMMANDS = {"prediction": (Prediction, evaluate_agent), "control": (Control, evaluate_agent), "scores": (Scores, collect_scores),
-            "curves": (Curves, draw_curves), "shaping": (Shaping, evaluate_shaping), "skills": (SkillsTask, evaluate_skills),
-            "film": (Film, draw_film), "speed": (Speed, evaluate_speed), "plan": (Plan, print_plan), "figures": (Figures, draw_figures)}
+# ======================================================================================================= main
+COMMANDS = {"prediction": (Prediction, evaluate_agent), "control": (Control, evaluate_agent),
+            "scores": (Scores, collect_scores), "curves": (Curves, draw_curves),
+            "shaping": (Shaping, evaluate_shaping), "skills": (SkillsTask, evaluate_skills),
+            "film": (Film, draw_film), "speed": (Speed, evaluate_speed), "plan": (Plan, print_plan),
+            "figures": (Figures, draw_figures)}
 
 
 def main():
     torch.set_num_threads(1)  # networks this small run slower on more threads
-    args = tyro.extras.subcommand_cli_from_dict({name: arguments for name, (arguments, _) in COMMANDS.items()})
+    args = tyro.extras.subcommand_cli_from_dict(
+        {name: arguments for name, (arguments, _) in COMMANDS.items()})
     gridworld.check_ranges(args, {name: limits for name, limits in RANGES.items() if hasattr(args, name)})
     next(run for arguments, run in COMMANDS.values() if type(args) is arguments)(args)
 

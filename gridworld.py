@@ -80,7 +80,8 @@ def check_ranges(args, ranges):
 def picture_path(path, endings=(".png", ".pdf", ".svg")):
     """The path of a picture that can be written, or one line that says why not."""
     if Path(path).suffix not in endings or not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"{path}: use a name that ends with {' or '.join(endings)} in a directory that exists")
+        raise UsageError(f"{path}: use a name that ends with {' or '.join(endings)} "
+                         "in a directory that exists")
     return Path(path)
 
 
@@ -449,7 +450,7 @@ def make(name, num_envs, seed, **kwargs):
 
 
 # ----------------------------------------------------------------------------- run directories, any algorithm
-FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard", "results_dir")  # they change nothing learned or logged
+FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard", "results_dir")  # they change no result
 
 
 def variant_name(args, base):
@@ -457,7 +458,7 @@ def variant_name(args, base):
     changed = {field.name: getattr(args, field.name) for field in fields(args)
                if field.name not in (*FREE, "env", "seed")
                and getattr(args, field.name) != getattr(base, field.name)}
-    return ",".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}".replace(" ", "")
+    return ",".join(f"{name}={value:.12g}" if isinstance(value, float) else f"{name}={value}".replace(" ", "")
                     for name, value in changed.items()) or "default"
 
 
@@ -506,6 +507,18 @@ def load_checkpoint(path, scripts):
     return checkpoint
 
 
+def rebuild(path, checkpoint, kind, make_env):
+    """(args, env) of a checkpoint: its arguments as a `kind`, and make_env(args.env), if still the same."""
+    try:
+        args = kind(**checkpoint["args"])
+    except TypeError:
+        raise UsageError(f"{path} is of another version of the script; use that version") from None
+    env = make_env(args.env)
+    if env.name != checkpoint["env_name"]:
+        raise UsageError(f"{path} was trained on {checkpoint['env_name']}, and {args.env} is {env.name} now")
+    return args, env
+
+
 def load_state(path, load):
     """Runs load(), which puts a checkpoint's parts into place; those missing or not fitting get one line."""
     try:
@@ -548,6 +561,9 @@ def run_directory(args, env, variant, script, may_change=()):
             if other:
                 raise UsageError(f"{run_dir} is of another run ({'; '.join(other)}); "
                                  "use its arguments or another --run-dir")
+        done = checkpoint["update"] + (not checkpoint.get("rows", True)) if checkpoint else 0
+        if done > getattr(args, "updates", math.inf):
+            raise UsageError(f"{run_dir} has {checkpoint['update']} updates already; use more --updates")
         print(f"writing to {run_dir}"
               + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
         yield run_dir, checkpoint

@@ -154,15 +154,14 @@ def resolve(args, env):
     if args.episode_length % args.pair_gap:
         raise UsageError(f"--pair-gap is {args.pair_gap}; "
                          f"use a divisor of --episode-length {args.episode_length}")
-    if kind == "indices" and args.dim > env.obs_size:
-        raise UsageError(f"--dim is {args.dim}; "
-                         f"{args.env} has {env.obs_size} states and no more eigenvectors")
+    if args.dim > len(env.truth_obs):
+        raise UsageError(f"--dim is {args.dim}; {args.env} has {len(env.truth_obs)} states to judge it by")
     if args.reachability and (args.objective != "allo" or args.dim < 2):
         raise UsageError("--reachability needs eigenvalues; add --objective allo and --dim 2 or more")
 
 
 def prepare(args):
-    """(environment, variant) of the arguments, which get their values for it: the run's name (README, "Runs")."""
+    """(environment, variant) of the arguments, which get their values for it: the name of the run."""
     gridworld.check_ranges(args, RANGES)
     env = make_env(args.env, args.num_envs, args.seed)
     resolve(args, env)
@@ -327,8 +326,7 @@ def representation(args, phi, duals, obs):
 def load(path, num_envs=1, seed=0):
     """(args, env, phi) of a run directory or checkpoint; phi takes obs [n, ...] and gives an array [n, d]."""
     checkpoint = gridworld.load_checkpoint(path, ("laprep",))
-    args = Args(**checkpoint["args"])
-    env = make_env(args.env, num_envs, seed)
+    args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
     phi = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale)
     gridworld.load_state(path, lambda: phi.load_state_dict(checkpoint["networks"]))
     return args, env, lambda obs: representation(args, phi, checkpoint["duals"], obs)
@@ -417,9 +415,10 @@ def train(args):
                                   ("spearman_all", "spearman_s0", "subspace", "fiedler_r2"))
                 if args.data == "online":
                     run["visits"][:] = 0
-            if number % args.checkpoint_every == 0 or number == args.updates or stop:
+            halt = bool(stop)  # read once: what was saved is what is left
+            if number % args.checkpoint_every == 0 or number == args.updates or halt:
                 save()
-            if stop and number < args.updates:
+            if halt and number < args.updates:
                 raise KeyboardInterrupt
         gridworld.write_representation(
             run_dir, env, representation(args, phi, duals, env.truth_obs), run, args.env)

@@ -183,7 +183,7 @@ def resolve(args, env):
 
 
 def prepare(args):
-    """(environment, variant) of the arguments, which get their values for it: the run's name (README, "Runs")."""
+    """(environment, variant) of the arguments, which get their values for it: the name of the run."""
     gridworld.check_ranges(args, RANGES)
     env = make_env(args.env, args.num_envs, args.seed)
     resolve(args, env)
@@ -507,8 +507,7 @@ def representation(networks, env):
 def load(path, num_envs=1, seed=0):
     """(args, env, networks, omega) of a run directory or checkpoint: phi and the skills, ready to use."""
     checkpoint = gridworld.load_checkpoint(path, ("tatc",))
-    args = Args(**checkpoint["args"])
-    env = make_env(args.env, num_envs, seed)
+    args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
     networks = make_networks(args, env)
     gridworld.load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
     return args, env, networks, make_directions(args)
@@ -606,9 +605,10 @@ def train(args):
                 gridworld.log_row(run, row, run_dir, bar, writer,
                                   ("spearman_all", "spearman_s0", "coverage", "far"))
                 run["visited"][:] = False
-            if number % args.checkpoint_every == 0 or number == args.updates or stop:
+            halt = bool(stop)  # read once: what was saved is what is left
+            if number % args.checkpoint_every == 0 or number == args.updates or halt:
                 save()
-            if stop and number < args.updates:
+            if halt and number < args.updates:
                 raise KeyboardInterrupt
         if hasattr(env, "draw_skills"):
             policy = partial(skill_policy, networks["pi_low"], omega, env.action_shape)

@@ -48,8 +48,8 @@ from antmaze import mujoco  # antmaze chooses the OpenGL, so MuJoCo must not be 
 from gridworld import UsageError
 
 ROOT = Path(__file__).parent
-SCRIPTS = {"gridworld": gridworld, "antmaze": antmaze, "tatc": tatc, "laprep": laprep, "baselines_dco_diayn": baselines,
-           "evaluate": evaluate}
+SCRIPTS = {"gridworld": gridworld, "antmaze": antmaze, "tatc": tatc, "laprep": laprep,
+           "baselines_dco_diayn": baselines, "evaluate": evaluate}
 CORRIDOR = "S.................G\n...................\n"  # small enough to learn in seconds
 torch.set_num_threads(1)
 
@@ -82,7 +82,7 @@ def evaluate_cli(command, *arguments):
     run(tyro.cli(kind, args=[str(argument) for argument in arguments]))
 
 
-# ------------------------------------------------------------------------------------------------- gridworld
+# -------------------------------------------------------------------------------------------------- gridworld
 GRID, ANT = gridworld.GridWorldVec, antmaze.AntMazeVec
 IDS = {"UMaze": GRID, "TMaze": GRID, "4Rooms": GRID, "AntMaze1": ANT, "AntMaze2": ANT, "AntMazeLarge": ANT}
 
@@ -186,7 +186,7 @@ def test_gridworld_renders_its_cells():
     assert gridworld.make("4rooms", 3, 0).render() is None
 
 
-# ------------------------------------------------------------------------------------------------- maze text
+# -------------------------------------------------------------------------------------------------- maze text
 @pytest.mark.parametrize("text, reason", [
     ("", "empty"), ("\n\n", "empty"), ("S..\n..\n", "line 2: 2 characters but line 1 has 3"),
     ("...\n...\n", "0 start cells"), ("S.S\n", "2 start cells"), ("S.G\n..G\n", "line 2: a second goal"),
@@ -226,7 +226,7 @@ def test_large_mazes_are_constructible(tmp_path):
     assert np.isclose(env.distance[env.start_index].max(), 45 * 2**0.5 + 16)  # diagonally, then straight
 
 
-# --------------------------------------------------------------------------------------------------- antmaze
+# ---------------------------------------------------------------------------------------------------- antmaze
 def ant_actions(steps, ants, seed=0):
     return np.random.default_rng(seed).integers(0, 5, (steps, ants, 8))
 
@@ -534,8 +534,9 @@ EVERY = np.ones(2, bool)
     "actions must be integers": [(ANT, "move", np.full((2, 8), "x"))],
     "mask must be bool of shape": [(ANT, "place", np.ones(3, bool), "s0"), (ANT, "place", np.ones(2), "s0")],
     "where (is|must be)": [(GRID, "reset", {"start": "goal"}), (GRID, "reset", {"start": [0, 400]}),
-                           (GRID, "reset", {"start": [0]}), (ANT, "reset", {"start": "goal"}), (ANT, "place", EVERY, np.ones((1, 29))),
-                      (ANT, "place", EVERY, np.full((2, 29), np.nan))],
+                           (GRID, "reset", {"start": [0]}), (ANT, "reset", {"start": "goal"}),
+                           (ANT, "place", EVERY, np.ones((1, 29))),
+                           (ANT, "place", EVERY, np.full((2, 29), np.nan))],
     "where must hold unit quaternions": [(ANT, "place", EVERY, np.zeros((2, 29)))],
     "rows of shape": [(ANT, "set_state", ANT(num_envs=3).get_state())],
 }.items())
@@ -586,7 +587,8 @@ def broken(num_envs, seed):
     ("gridworld", ["--maze", "own.txt", "--picture", "no/x.png"], 2, [
         "gridworld.py: no/x.png: use a name that ends with .png or .pdf or .svg in a directory that exists"]),
     ("antmaze", ["--seed", "-1"], 2, ["antmaze.py: --seed is -1; use a number from 0 to 2.14748e+09"]),
-    ("antmaze", ["--render", "x.mp4"], 2, ["antmaze.py: x.mp4: use a name that ends with .gif or .png in a directory that exists"]),
+    ("antmaze", ["--render", "x.mp4"], 2, [
+        "antmaze.py: x.mp4: use a name that ends with .gif or .png in a directory that exists"]),
     ("gridworld", ["--maze", "own.txt", "--picture", "x.xyz"], 2, [])])
 def test_scripts_print_facts_or_one_line(tmp_path, monkeypatch, capsys, script, flags, code, lines):
     monkeypatch.chdir(tmp_path)
@@ -626,7 +628,7 @@ def test_ant_skills_do_not_need_the_maze_file_again(tmp_path):
     env.draw_skills(tmp_path / "skills.png", lambda obs, skill: np.full((len(obs), 8, 5), 0.2), np.eye(2), 1)
 
 
-# ---------------------------------------------------------------------------------------------- TATC: losses
+# ----------------------------------------------------------------------------------------------- TATC: losses
 def close(a, b):
     return np.allclose(float(a), float(b), rtol=1e-5, atol=1e-6)
 
@@ -673,14 +675,15 @@ def test_lambda_returns_are_gae_and_at_one_monte_carlo(gamma, gae_lambda):
             advantage = 0.0
             for k in range(t, last + 1):  # GAE: discounted sum of temporal-difference errors
                 following = values[n, k + 1] if k < last else 0.0
-                advantage += (gamma * gae_lambda) ** (k - t) * (rewards[n, k] + gamma * following - values[n, k])
+                advantage += (gamma * gae_lambda) ** (k - t) * (
+                    rewards[n, k] + gamma * following - values[n, k])
             assert np.isclose(returns[n, t], values[n, t] + advantage)
             if gamma == gae_lambda == 1:
                 assert np.isclose(returns[n, t], rewards[n, t:last + 1].sum())
 
 
 def test_ppo_loss_against_a_loop():
-    """Three steps of gradient descent on a table of two heads' logits and values; ratio, clipping, entropy by a loop."""
+    """Three gradient steps on a table of two heads' logits and values; ratio, clipping, entropy by a loop."""
     rng = np.random.default_rng(0)
     table, choice = torch.as_tensor(rng.normal(size=(12, 7))), torch.as_tensor(rng.integers(3, size=(12, 2)))
     advantage, returns = torch.as_tensor(rng.normal(size=(2, 12)))
@@ -688,14 +691,16 @@ def test_ppo_loss_against_a_loop():
 
     def ours(parameters):
         log_prob, entropy = tatc.log_prob_and_entropy(parameters[:, :6].reshape(12, 2, 3), choice)
-        return tatc.ppo_loss(log_prob, entropy, parameters[:, 6], old_log_prob, advantage, returns, 0.2, 0.5)[0]
+        return tatc.ppo_loss(log_prob, entropy, parameters[:, 6], old_log_prob, advantage, returns,
+                             0.2, 0.5)[0]
 
     def loop(parameters):
         loss = 0.0
         for i in range(12):
             pi, old = (torch.softmax(logits[i, :6].reshape(2, 3), 1) for logits in (parameters, table))
             ratio = math.prod(pi[head, choice[i, head]] / old[head, choice[i, head]] for head in range(2))
-            inside = 0.8 < ratio < 1.2 or (ratio <= 0.8) == (advantage[i] > 0)  # otherwise the gain is constant
+            # Outside, the gain is constant.
+            inside = 0.8 < ratio < 1.2 or (ratio <= 0.8) == (advantage[i] > 0)
             gain = (ratio if inside else ratio.detach().clamp(0.8, 1.2)) * advantage[i]
             loss = loss - gain + 0.2 * (pi * pi.log()).sum() + 0.5 * (returns[i] - parameters[i, 6]) ** 2
         return loss / 12
@@ -743,7 +748,7 @@ def dense(net):
 
 
 def test_one_update_against_a_naive_loop(tmp_path):
-    """Rewards, returns, advantages, entropies, every loss and so the gradient of every parameter, one step at a time."""
+    """Rewards, returns, advantages, entropies, losses, so every parameter's gradient, step by step."""
     args, env, networks, omega = small_setup(tmp_path, skill_length=4, episode_length=12)
     rng, random_walk = np.random.default_rng(3), np.array([True, False, False, True, False, False])
     batch = obs, actions, skill, _ = tatc.rollout(args, env, networks, omega, random_walk, rng)
@@ -762,7 +767,8 @@ def test_one_update_against_a_naive_loop(tmp_path):
 
     walks = [obs[j, i] for j in range(3) for i in (0, 3)]
     states = [state for walk in walks for state in walk[:-1]]
-    attract = torch.stack([(phi(s) - phi(n)).square().sum() for walk in walks for s, n in zip(walk[:-1], walk[1:])])
+    attract = torch.stack([(phi(s) - phi(n)).square().sum() for walk in walks
+                           for s, n in zip(walk[:-1], walk[1:])])
     drawn = pairs.integers(len(states), size=(2, len(states))).T
     repel = torch.stack([torch.exp(-(phi(states[x]) - phi(states[y])).norm()) for x, y in drawn])
     boredom, terms = [], {name: [] for name in ("low", "low value", "high", "high value")}
@@ -773,7 +779,8 @@ def test_one_update_against_a_naive_loop(tmp_path):
             log_pi = torch.log_softmax(naive["pi_hi"](one_hot(tau[0])), 0)
             value = naive["v_hi"](one_hot(tau[0], 1 - j / 3)).squeeze()
             entropy = -sum(p.exp() * p for p in log_pi)
-            terms["high"].append(-log_pi[skill[j, i]] * (far - value.detach()) - args.high_entropy_coef * entropy)
+            terms["high"].append(
+                -log_pi[skill[j, i]] * (far - value.detach()) - args.high_entropy_coef * entropy)
             terms["high value"].append((far - value) ** 2)
             rewards = []
             for t in range(4):
@@ -785,23 +792,25 @@ def test_one_update_against_a_naive_loop(tmp_path):
                 value = naive["v_low"](one_hot(tau[t], delta, 1 - t / 4)).squeeze()
                 entropy = -sum(p.exp() * p for p in log_pi)
                 advantage = sum(rewards[t:]) - value.detach()
-                terms["low"].append(-log_pi[actions[j, i, t, 0]] * advantage - args.low_entropy_coef * entropy)
+                terms["low"].append(
+                    -log_pi[actions[j, i, t, 0]] * advantage - args.low_entropy_coef * entropy)
                 terms["low value"].append((sum(rewards[t:]) - value) ** 2)
     loss = attract.mean() + args.beta * repel.mean() + args.boredom_coef * torch.stack(boredom).mean()
     (loss + sum(torch.stack(term).mean() for term in terms.values())).backward()
     for name, net in networks.items():
         first = torch.cat([net.weight_obs.grad] + ([net.weight_extra.grad] if len(net.weight_extra) else []))
         for ours, theirs in ((first.T, naive[name][0].weight), (net.bias.grad, naive[name][0].bias),
-                             (net.middle.weight.grad, naive[name][2].weight), (net.out.bias.grad, naive[name][4].bias)):
+                             (net.middle.weight.grad, naive[name][2].weight),
+                             (net.out.bias.grad, naive[name][4].bias)):
             moves_nothing = name == "phi" and theirs is naive["phi"][4].bias  # shifting phi changes nothing
             assert theirs.grad.abs().max() > 0 or moves_nothing
             assert torch.allclose(ours, theirs.grad, rtol=1e-3, atol=1e-6), name
 
 
 def test_ppo_first_gradient_against_a_loop(tmp_path):
-    """Before the first step every ratio is 1: the gradient is that of -log pi * normalised GAE; falls end the lesson (D10)."""
-    args, env, networks, omega = small_setup(tmp_path, "antmaze1", skill_length=20, episode_length=20, update_epochs=1,
-                                             gamma=0.97, low_entropy_coef=0.0)
+    """At the first step each ratio is 1: gradient of -log pi * normalised GAE; falls end the lesson (D10)."""
+    args, env, networks, omega = small_setup(tmp_path, "antmaze1", skill_length=20, episode_length=20,
+                                             update_epochs=1, gamma=0.97, low_entropy_coef=0.0)
     rng = np.random.default_rng(0)
     obs, actions, skill, _ = (part.flatten(0, 1) for part in
                               tatc.rollout(args, env, networks, omega, np.zeros(6, dtype=bool), rng))
@@ -834,13 +843,15 @@ def test_ppo_first_gradient_against_a_loop(tmp_path):
             FirstStep.seen = FirstStep.seen if FirstStep.seen is not None else pi.middle.weight.grad.clone()
 
     optimizer = FirstStep([*pi.parameters(), *v.parameters()], lr=0.0)
-    tatc.update_policy(args, pi, v, optimizer, omega, obs[:, :-1], skill, actions, rewards, fallen, "low", rng)
-    cosine = F.cosine_similarity(FirstStep.seen.flatten(), expected.flatten(), dim=0)  # the norm was clipped to 0.5
+    tatc.update_policy(args, pi, v, optimizer, omega, obs[:, :-1], skill, actions, rewards, fallen, "low",
+                       rng)
+    # The norm was clipped to 0.5.
+    cosine = F.cosine_similarity(FirstStep.seen.flatten(), expected.flatten(), dim=0)
     assert cosine > 0.99999 and expected.abs().max() > 0
 
 
 def test_a_fall_is_paid_once_and_ends_the_lesson(tmp_path):
-    """D10: with the fall's steps cut out by hand, pi_low's update is the same as with `fallen` marking them."""
+    """D10: with a fall's steps cut out by hand, pi_low's update is the same as with `fallen` marking it."""
     args, env, networks, omega = small_setup(tmp_path, "antmaze1", skill_length=20, episode_length=20)
     rng = np.random.default_rng(0)
     batch = tatc.rollout(args, env, networks, omega, np.zeros(6, dtype=bool), rng)
@@ -848,8 +859,8 @@ def test_a_fall_is_paid_once_and_ends_the_lesson(tmp_path):
     seen = {}
     for cost in (20.0, 0.0):
         nets = copy.deepcopy(networks)
-        info = tatc.update(args, nets, tatc.make_optimizers(args, nets), omega, batch, None, [paths(args, batch)],
-                           np.random.default_rng(1), cost)
+        info = tatc.update(args, nets, tatc.make_optimizers(args, nets), omega, batch, None,
+                           [paths(args, batch)], np.random.default_rng(1), cost)
         seen[cost] = info["loss/low_value"]
         assert abs(info["rollout/skill_reward"]) <= 1  # Eq. 3 is logged, not the cost
     assert seen[20.0] > 5 * seen[0.0]  # the critic meets a return of -20
@@ -857,7 +868,8 @@ def test_a_fall_is_paid_once_and_ends_the_lesson(tmp_path):
 
 def test_phi_learns_from_the_trajectories_of_the_last_updates(tmp_path):
     """D8: gradient of phi against a loop over the walks and skills of two updates, at every second state."""
-    args, env, networks, omega = small_setup(tmp_path, "antmaze1", skill_length=20, episode_length=20, pair_gap=2)
+    args, env, networks, omega = small_setup(tmp_path, "antmaze1", skill_length=20, episode_length=20,
+                                             pair_gap=2)
     rng, recent = np.random.default_rng(0), []
     for walkers in (np.arange(6) < 2, np.arange(6) % 2 == 1):
         batch = tatc.rollout(args, env, networks, omega, walkers, rng)
@@ -870,8 +882,10 @@ def test_phi_learns_from_the_trajectories_of_the_last_updates(tmp_path):
     assert len(walks) == 5 and len(skills) == 7 and len(walks[0]) == 11
     tatc.update(args, networks, optimizers, omega, batch, None, recent, rng)
     states = torch.cat([walk[:-1] for walk in walks])
-    attract = torch.stack([(phi(s) - phi(n)).square().sum() for walk in walks for s, n in zip(walk[:-1], walk[1:])])
-    boredom = torch.stack([(phi(s) - phi(n)).square().sum() for path in skills for s, n in zip(path[:-1], path[1:])])
+    attract = torch.stack([(phi(s) - phi(n)).square().sum() for walk in walks
+                           for s, n in zip(walk[:-1], walk[1:])])
+    boredom = torch.stack([(phi(s) - phi(n)).square().sum() for path in skills
+                           for s, n in zip(path[:-1], path[1:])])
     # The pairs of Eq. 2 are drawn after PPO's permutations; the mean over all pairs is their expectation.
     every = torch.exp(-torch.cdist(phi(states), phi(states)).clamp_min(1e-9)).mean()
     (attract.mean() + args.boredom_coef * boredom.mean() + args.beta * every).backward()
@@ -879,13 +893,14 @@ def test_phi_learns_from_the_trajectories_of_the_last_updates(tmp_path):
     assert F.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.95 and theirs.abs().max() > 1e-4
 
 
-# ------------------------------------------------------------------------------------------------ TATC: rollout
+# ---------------------------------------------------------------------------------------------- TATC: rollout
 def test_policy_table_and_action_frequencies(tmp_path):
     args, env, networks, omega = small_setup(tmp_path, skill_length=4, episode_length=12)
     low = dense(networks["pi_low"])
     for state, skill in itertools.product(range(env.num_states), range(8)):
         inputs = torch.cat([torch.eye(env.num_states)[state], omega[skill]])
-        ours = tatc.skill_policy(networks["pi_low"], omega, env.action_shape, np.array([state]), np.array([skill]))
+        ours = tatc.skill_policy(networks["pi_low"], omega, env.action_shape, np.array([state]),
+                                 np.array([skill]))
         assert np.allclose(ours[0, 0], torch.softmax(low(inputs), 0).detach(), atol=1e-6)
     with torch.no_grad():
         networks["pi_low"].out.bias += torch.tensor([1.5, 0.0, 0.0, -1.5])
@@ -893,11 +908,13 @@ def test_policy_table_and_action_frequencies(tmp_path):
     walkers = np.arange(2000) < 1000
     obs, actions, skills, _ = tatc.rollout(args, env, networks, omega, walkers, np.random.default_rng(0))
     assert (skills[:, :1000] == 8).all() and set(skills[:, 1000:].flatten().tolist()) == set(range(8))
-    frequencies = [np.bincount(part.flatten(), minlength=4) / 12000 for part in (actions[:, :1000], actions[:, 1000:])]
+    frequencies = [np.bincount(part.flatten(), minlength=4) / 12000
+                   for part in (actions[:, :1000], actions[:, 1000:])]
     assert np.abs(frequencies[0] - 0.25).max() < 0.02
     expected = np.zeros(4)
     for j, t in itertools.product(range(3), range(4)):
-        expected += tatc.skill_policy(networks["pi_low"], omega, (1, 4), obs[j, 1000:, t], skills[j, 1000:])[:, 0].sum(0)
+        expected += tatc.skill_policy(networks["pi_low"], omega, (1, 4), obs[j, 1000:, t],
+                                      skills[j, 1000:])[:, 0].sum(0)
     assert np.abs(frequencies[1] - expected / 12000).max() < 0.02 and expected[0] / 12000 > 0.5
     assert np.array_equal(obs[:, :, 1:], env.next_state[obs[:, :, :-1], actions[..., 0]])
     assert torch.equal(obs[1:, :, 0], obs[:-1, :, -1]) and np.array_equal(env.obs, obs[-1, :, -1])
@@ -911,7 +928,8 @@ def test_ant_actor_samples_from_the_torch_policy(tmp_path):
     obs = np.repeat(env.obs[:1], 4000, axis=0)
     for skill in (3, 8):
         actions = act(obs, np.full(4000, skill))
-        expected = tatc.skill_policy(networks["pi_low"], omega, (8, 5), obs[:1], [3])[0] if skill == 3 else 0.2
+        expected = (tatc.skill_policy(networks["pi_low"], omega, (8, 5), obs[:1], [3])[0] if skill == 3
+                    else 0.2)
         found = np.stack([np.bincount(head, minlength=5) / 4000 for head in actions.T])
         assert np.abs(found - expected).max() < 0.04
     assert np.abs(expected - 0.2).max() == 0
@@ -935,7 +953,8 @@ def test_episodes_start_as_the_prior_says(tmp_path):
     state[:2, 3:7] = 0, 1, 0, 0  # upside down
     env.place(np.ones(6, dtype=bool), state)
     tatc.start_episodes(args, env, np.random.default_rng(0))
-    assert np.abs(env.obs[:2, :2]).max() < 0.2 and not env.fallen().any() and np.allclose(env.obs[2:], state[2:])
+    assert (np.abs(env.obs[:2, :2]).max() < 0.2 and not env.fallen().any()
+            and np.allclose(env.obs[2:], state[2:]))
 
 
 @pytest.mark.parametrize("env", [None, "antmaze1"])
@@ -948,11 +967,12 @@ def test_update_without_walkers_or_without_workers(tmp_path, env, walkers):
                        [paths(args, batch)], rng)
     assert all(torch.isfinite(parameter).all() for parameter in networks.parameters())
     assert ("loss/attract" in info) == walkers and ("loss/boredom" in info) != walkers
-    moved = {name.split(".")[0] for name, value in networks.state_dict().items() if not torch.equal(value, before[name])}
+    moved = {name.split(".")[0] for name, value in networks.state_dict().items()
+             if not torch.equal(value, before[name])}
     assert moved == ({"phi"} if walkers else set(networks))
 
 
-# ------------------------------------------------------------------------------------------- runs and their files
+# --------------------------------------------------------------------------------------- runs and their files
 # An environment file whose agents send their own process a signal at a given move: kills at exact places.
 KILLER = """
 import os, signal, sys
@@ -971,7 +991,8 @@ def make(num_envs, seed):
 """
 SMALL = {  # {kind: (environment, arguments)}: checkpoints fall in the middle of episodes and of log intervals
     "grid": ("gridworld.make({maze!r}, num_envs, seed)", "--skill-length 6 --episode-length 18"),
-    "grid-text": ("gridworld.make({maze!r}, num_envs, seed)", "--skill-length 6 --episode-length 18 --skills-per-update 1"),
+    "grid-text": ("gridworld.make({maze!r}, num_envs, seed)",
+                  "--skill-length 6 --episode-length 18 --skills-per-update 1"),
     "ant": ("antmaze.make('antmaze2', num_envs, seed)",
             "--skill-length 10 --episode-length 20 --phi-memory 4 --pair-gap 5"),
 }
@@ -981,12 +1002,14 @@ def killer_env(tmp_path, kind):
     maze = write_maze(tmp_path, CORRIDOR)
     path = tmp_path / "killer.py"
     path.write_text(KILLER.format(root=str(ROOT), make=SMALL[kind][0].format(maze=maze)))
-    return f"{path}:make", [*SMALL[kind][1].split(), *"--num-envs 4 --hidden 16 --log-every 3 --checkpoint-every 4".split()]
+    return f"{path}:make", [*SMALL[kind][1].split(),
+                            *"--num-envs 4 --hidden 16 --log-every 3 --checkpoint-every 4".split()]
 
 
 def metrics(run_dir):
     with open(run_dir / "metrics.csv", newline="") as file:
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+        return [{key: value for key, value in row.items() if key != "seconds"}
+                for row in csv.DictReader(file)]
 
 
 def assert_same_tree(a, b, path=""):
@@ -1037,18 +1060,24 @@ def test_interrupted_runs_resume_bit_for_bit(tmp_path, monkeypatch, kind):
 
 def test_sigkill_of_a_real_process_loses_nothing(tmp_path):
     env, arguments = killer_env(tmp_path, "ant")
-    command = [sys.executable, ROOT / "tatc.py", "--env", env, *arguments, "--updates", "9", "--resume"]
-    run = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
-    for at in ("55", "35"):  # both before and after the first checkpoint of the process
-        killed = run([*command, "--run-dir", "parts"], env=os.environ | {"KILL_AT": at, "KILL_BY": "SIGKILL"})
-        assert killed.returncode == -signal.SIGKILL
-    assert run([*command, "--run-dir", "parts"]).returncode == 0 and run([*command, "--run-dir", "whole"]).returncode == 0
-    assert_same_tree(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts"))
-    interrupted = run([*command, "--run-dir", "third"], env=os.environ | {"KILL_AT": "45", "KILL_BY": "SIGINT"})
-    assert interrupted.returncode == 130 and interrupted.stderr.strip().splitlines()[-1].startswith("tatc.py: interrupted")
-    assert checkpoint(tmp_path / "third")["update"] == 5
-    assert sorted(path.name for path in (tmp_path / "third").iterdir()) == [
+    arguments = ["--env", env, *arguments, "--updates", "9", "--resume"]
+
+    def process(by, at):
+        command = [sys.executable, ROOT / "tatc.py", *arguments, "--run-dir", by]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
+                              env=os.environ | {"KILL_AT": str(at), "KILL_BY": by})
+
+    assert process("SIGKILL", 55).returncode == -signal.SIGKILL  # after the checkpoint of update 4
+    stopped = process("SIGINT", 45)
+    last = stopped.stderr.strip().splitlines()[-1]
+    assert stopped.returncode == 130 and last.startswith("tatc.py: interrupted")
+    assert checkpoint(tmp_path / "SIGINT")["update"] == 5
+    assert sorted(path.name for path in (tmp_path / "SIGINT").iterdir()) == [
         ".lock", ".pid", "args.json", "checkpoint.pt", "metrics.csv"]
+    for run in ("SIGKILL", "SIGINT", "whole"):
+        train("tatc", *arguments, "--run-dir", tmp_path / run)
+    for run in ("SIGKILL", "SIGINT"):
+        assert_same_tree(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / run))
 
 
 def test_same_seed_same_rows_other_seed_other_rows(tmp_path):
@@ -1058,7 +1087,8 @@ def test_same_seed_same_rows_other_seed_other_rows(tmp_path):
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b") != metrics(tmp_path / "c")
     rows = metrics(tmp_path / "a")
     assert [row["update"] for row in rows] == ["4", "8"]
-    assert {"eval/coverage", "eval/coverage_total", "eval/spearman_s0", "loss/boredom", "rollout/fallen"} <= set(rows[0])
+    assert {"eval/coverage", "eval/coverage_total", "eval/spearman_s0", "loss/boredom",
+            "rollout/fallen"} <= set(rows[0])
     assert float(rows[1]["eval/coverage_total"]) >= float(rows[1]["eval/coverage"]) > 0
     for name in ("representation.png", "progress.png", "skills.png", "curves.png"):
         assert (tmp_path / "a" / name).read_bytes()[:4] == b"\x89PNG"
@@ -1067,12 +1097,14 @@ def test_same_seed_same_rows_other_seed_other_rows(tmp_path):
 def test_a_second_process_in_a_run_directory_is_refused(tmp_path):
     env, arguments = killer_env(tmp_path, "grid")
     command = [sys.executable, ROOT / "tatc.py", "--env", env, *arguments, "--resume", "--run-dir", "run"]
-    first = subprocess.Popen([*command, "--updates", "100000"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen([*command, "--updates", "100000"], cwd=tmp_path, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL)
     try:
         while not (tmp_path / "run" / "checkpoint.pt").exists():
             time.sleep(0.1)
             assert first.poll() is None
-        second = subprocess.run([*command, "--updates", "100000"], cwd=tmp_path, capture_output=True, text=True)
+        second = subprocess.run([*command, "--updates", "100000"], cwd=tmp_path, capture_output=True,
+                                text=True)
     finally:
         first.send_signal(signal.SIGTERM)
         assert first.wait(30) == 130
@@ -1104,7 +1136,8 @@ def test_flipped_bits_and_foreign_checkpoints_are_refused(tmp_path):
         train("tatc", *arguments, "--run-dir", run)
     assert others == {path: path.read_bytes() for path in others}
     content = torch.load(io.BytesIO(good), weights_only=True)
-    for change, message in (({"script": "laprep"}, "not a checkpoint of tatc"), ({"networks": {}}, "does not fit"),
+    for change, message in (({"script": "laprep"}, "not a checkpoint of tatc"),
+                            ({"networks": {}}, "does not fit"),
                             ({"rng": None}, "does not fit"), ({"args": None}, "another version")):
         torch.save(content | change, run / "checkpoint.pt")
         with pytest.raises(gridworld.UsageError, match=message):
@@ -1124,7 +1157,8 @@ def test_a_run_is_never_overwritten_or_continued_as_another(tmp_path):
     train("tatc", *arguments)
     kept = (tmp_path / "run" / "checkpoint.pt").read_bytes()
     (tmp_path / "run" / "args.json").unlink()
-    for extra, message in (([], "holds a run already"), (["--resume", "--beta", "0.5"], "beta 0.2 there, 0.5 here"),
+    for extra, message in (([], "holds a run already"),
+                           (["--resume", "--beta", "0.5"], "beta 0.2 there, 0.5 here"),
                            (["--resume", "--seed", "3"], "seed 0 there, 3 here")):
         with pytest.raises(gridworld.UsageError, match=message):
             train("tatc", *arguments, *extra)
@@ -1155,8 +1189,9 @@ def test_every_changed_argument_is_in_a_runs_name(tmp_path, monkeypatch):
     for field in dataclasses.fields(tatc.Args):  # any single change gives another name
         if field.name in (*gridworld.FREE, "env", "seed", "skill_length", "pair_gap", "skills_per_update"):
             continue
-        value = {"prior": "uniform", "boredom": "sum", "policy_update": "ppo", "norm_adv": True, "episode_length": 40,
-                 "low_entropy_coef": 0.7}.get(field.name, 0.123 if "float" in str(field.type) else 3)
+        value = {"prior": "uniform", "boredom": "sum", "policy_update": "ppo", "norm_adv": True,
+                 "episode_length": 40, "low_entropy_coef": 0.7}.get(
+                     field.name, 0.123 if "float" in str(field.type) else 3)
         args = tatc.Args(env=maze, **{field.name: value})
         assert f"{field.name}={value}" in tatc.prepare(args)[1]
 
@@ -1164,14 +1199,16 @@ def test_every_changed_argument_is_in_a_runs_name(tmp_path, monkeypatch):
 def test_a_full_disk_is_said_in_one_line_and_resume_goes_on(tmp_path):
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", small], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", small],
+                      capture_output=True).returncode:
         pytest.skip("this machine does not allow to mount a small tmpfs")
     try:
         maze = write_maze(tmp_path, CORRIDOR)
-        command = [sys.executable, ROOT / "tatc.py", "--env", maze, "--updates", "6", "--num-envs", "4", "--hidden", "64",
-                   "--checkpoint-every", "2", "--resume", "--run-dir", small / "run"]
+        command = [sys.executable, ROOT / "tatc.py", "--env", maze, "--updates", "6", "--num-envs", "4",
+                   "--hidden", "64", "--checkpoint-every", "2", "--resume", "--run-dir", small / "run"]
         full = subprocess.run(command, capture_output=True, text=True)
-        assert full.returncode == 2 and "No space left" in full.stderr.splitlines()[-1] and "Traceback" not in full.stderr
+        assert (full.returncode == 2 and "No space left" in full.stderr.splitlines()[-1]
+                and "Traceback" not in full.stderr)
         assert not list((small / "run").glob("*.tmp"))
         subprocess.run(["mount", "-o", "remount,size=50m", small], check=True)
         assert subprocess.run(command, capture_output=True).returncode == 0
@@ -1181,8 +1218,8 @@ def test_a_full_disk_is_said_in_one_line_and_resume_goes_on(tmp_path):
 
 
 def test_tatc_learns_a_corridor(tmp_path):
-    train("tatc", "--env", write_maze(tmp_path, CORRIDOR), "--skill-length", 6, "--episode-length", 18, "--updates", 400,
-          "--num-envs", 16, "--run-dir", tmp_path / "run", "--log-every", 200)
+    train("tatc", "--env", write_maze(tmp_path, CORRIDOR), "--skill-length", 6, "--episode-length", 18,
+          "--updates", 400, "--num-envs", 16, "--run-dir", tmp_path / "run", "--log-every", 200)
     last = metrics(tmp_path / "run")[-1]
     assert float(last["eval/spearman_s0"]) > 0.9 and float(last["eval/spearman_all"]) > 0.9
     assert float(last["eval/coverage"]) == 1 and float(last["eval/far"]) > 0.05
@@ -1190,17 +1227,18 @@ def test_tatc_learns_a_corridor(tmp_path):
 
 def test_divergence_stops_a_run_with_one_line_and_keeps_its_checkpoint(tmp_path):
     arguments = ["--env", write_maze(tmp_path, CORRIDOR), "--num-envs", 4, "--run-dir", tmp_path / "run",
-                 "--checkpoint-every", 1, "--beta", 1e6, "--boredom-coef", 1e6, "--boredom", "squared_sum", "--learning-rate", 1]
+                 "--checkpoint-every", 1, "--beta", 1e6, "--boredom-coef", 1e6, "--boredom", "squared_sum",
+                 "--learning-rate", 1]
     try:
-        train("tatc", *arguments, "--updates", 300)
+        train("tatc", *arguments, "--updates", 60)
     except gridworld.UsageError as error:
         assert "update " in str(error) and "last checkpoint is intact" in str(error)
     assert all(torch.isfinite(value).all() for value in checkpoint(tmp_path / "run")["networks"].values())
 
 
 def test_tensorboard_is_optional(tmp_path):
-    arguments = ["--env", write_maze(tmp_path, CORRIDOR), "--updates", 2, "--num-envs", 4, "--run-dir", tmp_path / "run",
-                 "--tensorboard"]
+    arguments = ["--env", write_maze(tmp_path, CORRIDOR), "--updates", 2, "--num-envs", 4,
+                 "--run-dir", tmp_path / "run", "--tensorboard"]
     if importlib.util.find_spec("tensorboard"):
         train("tatc", *arguments)
         assert list((tmp_path / "run").glob("events.out.*"))
@@ -1209,7 +1247,7 @@ def test_tensorboard_is_optional(tmp_path):
             train("tatc", *arguments)
 
 
-# ------------------------------------------------------------------------------------- Lap-rep and the baselines
+# ---------------------------------------------------------------------------------- Lap-rep and the baselines
 SMALL_MAZE = "#####\n#..G#\n#.#.#\n#S..#\n#####\n"  # a ring of 8 states
 LAP, DCO, DIAYN = laprep.Args, baselines.DCO, baselines.DIAYN
 QUICK = {
@@ -1362,9 +1400,10 @@ def test_laprep_reachability_distances_are_the_resistances_of_the_graph(tmp_path
 
 @pytest.mark.parametrize("objective", laprep.OBJECTIVES)
 def test_laprep_learns_the_eigenvectors_of_a_small_maze(tmp_path, no_pictures, objective):
-    row = trained_checkpoint(quick(LAP, tmp_path, objective=objective, dim=3, updates=700, batch_size=256, samples=20_000,
-                      hidden=64, log_every=700, discount=0.5, data="offline", learning_rate=2e-3,
-                      beta=2.5))["rows"][-1]  # above the eigenvalues of so small a maze
+    row = trained_checkpoint(quick(
+        LAP, tmp_path, objective=objective, dim=3, updates=700, batch_size=256, samples=20_000, hidden=64,
+        log_every=700, discount=0.5, data="offline", learning_rate=2e-3,
+        beta=2.5))["rows"][-1]  # above the eigenvalues of so small a maze
     assert row["eval/subspace"] > 0.98 and row["eval/fiedler_r2"] > 0.98
     assert objective == "graph_drawing" or row["eval/cosine"] > 0.97
 
@@ -1432,37 +1471,42 @@ def test_more_updates_continue_and_other_runs_are_refused(tmp_path, no_pictures,
         with pytest.raises(UsageError, match=message):
             trained_checkpoint(quick(wanted, tmp_path, **values))
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"half a file")
-    for load in (lambda path: trained_checkpoint(quick(kind, tmp_path, resume=True)), laprep.load, baselines.load):
+    for load in (lambda path: trained_checkpoint(quick(kind, tmp_path, resume=True)), laprep.load,
+                 baselines.load):
         with pytest.raises(UsageError, match="damaged or not a checkpoint"):
             load(tmp_path / "run")
 
 
 # -------------------------------------------------------------------------------------------------- baselines
-def make_learner(args):
-    """Environment, option, networks, targets unlike them, and optimisers of DCO."""
+def make_option(args):
     env, _ = baselines.prepare(args)
     torch.manual_seed(0)
-    option = baselines.make_option(args, env)
-    networks, targets, optimizers = baselines.make_learner(args, env, option)
-    for parameter in targets.parameters():
-        parameter.data *= 0.5
-    return env, option, networks, targets, optimizers
+    return env, baselines.make_option(args, env)
 
 
-def make_sac(args, env):
+def doubled(module):
+    """A copy with other weights, for targets that differ from their networks."""
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        parameter.data *= 2
+    return module
+
+
+def make_sac(args, env, optimizer=torch.optim.Adam):
     torch.manual_seed(0)
     networks = baselines.make_diayn(args, env)
     critics = nn.ModuleDict({name: networks[name] for name in ("q1", "q2")})
-    return networks, copy.deepcopy(critics), {
-        name: torch.optim.Adam(part.parameters(), lr=args.learning_rate)
-        for name, part in (("policy", networks["policy"]), ("critics", critics))}
+    parts = {"policy": networks["policy"], "critics": critics}
+    return networks, doubled(critics), {
+        name: optimizer(part.parameters(), lr=args.learning_rate) for name, part in parts.items()}
 
 
-def first_adam_step(loss, *modules, rate):
+def descend(loss, *modules):
+    """One step of size 0.1 against the gradient."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
     for parameter, gradient in zip(parameters, gradients):
-        parameter.data -= rate * gradient / (gradient.abs() + 1e-8)
+        parameter.data -= 0.1 * gradient
 
 
 def assert_updated(networks, targets, expected, old_targets):
@@ -1470,7 +1514,7 @@ def assert_updated(networks, targets, expected, old_targets):
     fast, slow = dict(expected.state_dict()), old_targets.state_dict()
     moved = {key: 0.75 * value + 0.25 * fast[key] for key, value in slow.items()}
     for mine, theirs in ((networks, fast), (targets, moved)):
-        torch.testing.assert_close(dict(mine.state_dict()), theirs, rtol=0, atol=2e-6)
+        torch.testing.assert_close(dict(mine.state_dict()), theirs, rtol=0, atol=1e-6)
 
 
 def test_sac_terms_against_distributions_and_loops():
@@ -1501,7 +1545,7 @@ def test_replay_keeps_the_newest_rows_and_their_columns_together():
 
 def test_walks_and_option_dataset_against_the_maze(tmp_path):
     args = quick(DCO, tmp_path, end_cuts_value=True)
-    env, option, *_ = make_learner(args)
+    env, option = make_option(args)
     walks, actions = baselines.collect_walks(args, env, np.random.default_rng(0))
     assert walks.shape == (200, 21) and set(walks[:, 0]) == set(range(env.num_states))  # uniform starts
     assert np.array_equal(env.next_state[walks[:, :-1], actions[..., 0]], walks[:, 1:])
@@ -1517,30 +1561,36 @@ def test_walks_and_option_dataset_against_the_maze(tmp_path):
 
 
 def test_one_option_update_against_written_out_gradients(tmp_path):
-    args = quick(DCO, tmp_path, **ANT_DCO | dict(tau=0.25, end_cuts_value=True))
-    env, option, networks, targets, optimizers = make_learner(args)
+    args = quick(DCO, tmp_path, **ANT_DCO | dict(tau=0.25))
+    env, option = make_option(args)
+    networks, _, optimizers = baselines.make_learner(args, env, option)
+    assert [optimizers[name].defaults["lr"] for name in ("policy", "critic", "f")] == [1e-4, 1e-3, 1e-3]
+    optimizers = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in networks.items()}
     walks, actions = baselines.collect_walks(args, env, np.random.default_rng(0))
     _, dataset = baselines.option_dataset(args, option["f"], walks, actions)
     assert set(np.unique(dataset[1])) == {-1, -0.5, 0, 0.5, 1} and np.abs(walks[:, 0, :2]).max() > 4
-    mine, slow = copy.deepcopy((networks, targets))
+    dataset[3][::3] = 1  # ends are rare in so short walks
+    mine, targets, slow = copy.deepcopy(networks), doubled(networks), doubled(networks)
     index = np.random.default_rng(3).integers(len(dataset[0]), size=5)
     obs, act, reward, done, following = (torch.as_tensor(part[index]) for part in dataset)
     value = slow["critic"](following, slow["policy"](following).tanh())[:, 0].detach()
-    loss = ((mine["critic"](obs, act)[:, 0] - reward - 0.99 * (1 - done) * value) ** 2).mean()
-    first_adam_step(loss, mine["critic"], rate=1e-3)
-    first_adam_step(-mine["critic"](obs, mine["policy"](obs).tanh()).mean(), mine["policy"], rate=1e-4)
+    target = reward + 0.99 * (1 - done) * value
+    descend(((mine["critic"](obs, act)[:, 0] - target) ** 2).mean(), mine["critic"])
+    descend(-mine["critic"](obs, mine["policy"](obs).tanh()).mean(), mine["policy"])
     baselines.update_option(args, networks, targets, optimizers, dataset, np.random.default_rng(3))
     assert_updated(networks, targets, mine, slow)
 
 
 def test_one_sac_update_against_written_out_gradients(tmp_path):
-    args = quick(DIAYN, tmp_path, env="antmaze1", tau=0.25, learning_rate=1e-3)
+    args = quick(DIAYN, tmp_path, env="antmaze1", tau=0.25, learning_rate=0.1)
     env, _ = baselines.prepare(args)
-    networks, targets, optimizers = make_sac(args, env)
+    networks, targets, optimizers = make_sac(args, env, torch.optim.SGD)
+    for critic in targets.values():  # each is the smaller one somewhere
+        critic.layers[-1].weight.data *= 8
     mine, slow = copy.deepcopy((networks, targets))
-    obs, following = torch.as_tensor(env.truth_obs[[[3, 9, 20, 50], [4, 8, 90, 60]]])
-    act, noise, reward = torch.rand(4, 8) * 2 - 1, torch.randn(2, 4, 8), torch.randn(4)
-    code = torch.eye(3)[[0, 2, 1, 2]]
+    obs, following = torch.as_tensor(env.truth_obs[:120]).reshape(2, 60, 29)
+    act, noise, reward = torch.rand(60, 8) * 2 - 1, torch.randn(2, 60, 8), torch.randn(60)
+    code = torch.eye(3)[torch.arange(60) % 3]
 
     def both_q(critics, states, act):
         return [critics[name](states, torch.cat([code, act], -1))[:, 0] for name in ("q1", "q2")]
@@ -1549,9 +1599,8 @@ def test_one_sac_update_against_written_out_gradients(tmp_path):
         act, log_prob = baselines.squashed_gaussian(mine["policy"](states, code), noise)
         return torch.minimum(*both_q(critics, states, act)) - 0.1 * log_prob
     target = reward + 0.99 * soft_value(slow, following, noise[0]).detach()
-    loss = sum(((q - target) ** 2).mean() for q in both_q(mine, obs, act))
-    first_adam_step(loss, mine["q1"], mine["q2"], rate=1e-3)
-    first_adam_step(-soft_value(mine, obs, noise[1]).mean(), mine["policy"], rate=1e-3)
+    descend(sum(((q - target) ** 2).mean() for q in both_q(mine, obs, act)), mine["q1"], mine["q2"])
+    descend(-soft_value(mine, obs, noise[1]).mean(), mine["policy"])
     baselines.update_sac(args, networks, targets, optimizers, obs, act, following, reward, code, noise)
     assert_updated(networks, targets, mine, slow)
 
@@ -1580,8 +1629,8 @@ def test_discrete_sac_finds_the_soft_optimal_values(tmp_path):
 @pytest.mark.parametrize("name", ["antmaze1", "4rooms"])
 def test_skills_act_and_end_as_their_networks(tmp_path, name):
     args = quick(DCO, tmp_path, **ANT_DCO | dict(env=name))
-    env, first, *_ = make_learner(args)
-    options = nn.ModuleList([first, baselines.make_option(args, env)])
+    env, option = make_option(args)
+    options = nn.ModuleList([option, baselines.make_option(args, env)])
     obs, skill = torch.as_tensor(env.truth_obs[:20]), np.arange(20) % 3 % 2
     f, outputs = (torch.stack([options[z][part](obs[n:n + 1])[0].detach() for n, z in enumerate(skill)])
                   for part in ("f", "policy"))
@@ -1621,16 +1670,17 @@ def test_dco_learns_a_corridor(tmp_path):
     assert np.array_equal(traces[:, :, 0], [env.truth_xy] * 2) and traces.shape == (2, 38, 21, 2)
     assert np.abs(np.diff(traces, axis=2)).sum(-1).max() == 1  # and who has ended stands still:
     assert not np.diff(traces[ended[..., 0]], axis=1).any() and np.ptp(traces[:, :, -1, 0], axis=1).max() < 7
-    checkpoint["threshold"][1] = math.nan
+    checkpoint["update"] -= 1
     torch.save(checkpoint, tmp_path / "part.pt")
     with pytest.raises(UsageError, match="holds 1 of 2 options"):
         baselines.load(tmp_path / "part.pt")
 
 
 def test_diayn_tells_its_skills_apart_on_4rooms(tmp_path, no_pictures):
-    rows = trained_checkpoint(quick(DIAYN, tmp_path, env="4rooms", num_skills=4, updates=600, num_envs=32, hidden=(64, 64),
-                       batch_size=128, learning_rate=1e-3, buffer_size=20_000, episode_length=60,
-                       learning_starts=500, log_every=120))["rows"]
+    rows = trained_checkpoint(quick(
+        DIAYN, tmp_path, env="4rooms", num_skills=4, updates=600, num_envs=32, hidden=(64, 64),
+        batch_size=128, learning_rate=1e-3, buffer_size=20_000, episode_length=60, learning_starts=500,
+        log_every=120))["rows"]
     assert rows[0]["eval/accuracy"] < 0.4 and rows[-1]["eval/accuracy"] > 0.8
 
 
@@ -1644,8 +1694,8 @@ def test_diverged_ants_give_no_transition(tmp_path, monkeypatch, no_pictures):
         self.last_diverged[1] |= call == 3
         return self.obs
     monkeypatch.setattr(antmaze.AntMazeVec, "move", failing)
-    rows = trained_checkpoint(quick(DIAYN, tmp_path, env="antmaze1", updates=12, learning_starts=10**6, episode_length=8,
-                       buffer_size=100))["replay"]
+    rows = trained_checkpoint(quick(DIAYN, tmp_path, env="antmaze1", updates=12, learning_starts=10**6,
+                                    episode_length=8, buffer_size=100))["replay"]
     assert len(rows) == 12 * 4 - 1 and rows[:, 29:37].abs().max() <= 1  # the fourth step has 3 rows
     assert torch.equal(rows[15, :29], rows[12, 37:66])  # ant 0 goes on
     assert rows[9, 37:39].abs().max() > 4 and rows[16, :2].abs().max() < 0.2  # ant 1 begins again at s0
@@ -1669,7 +1719,7 @@ def test_baselines_arguments_and_what_the_discriminator_sees():
         assert np.flatnonzero(obs.grad).tolist() == list(range(seen))
 
 
-# ------------------------------------------------------------------------------------- evaluate: prediction, control
+# ------------------------------------------------------------------------------ evaluate: prediction, control
 def test_evaluate_episodes_match_a_loop_over_single_steps():
     env, rng = gridworld.make("4rooms", 1, 0), np.random.default_rng(0)
     policy = rng.dirichlet(np.ones(4), size=env.num_states)
@@ -1678,7 +1728,8 @@ def test_evaluate_episodes_match_a_loop_over_single_steps():
     close = env.distance[env.goal_index].argsort()[1:21]
     state[:20] = close
     again = copy.deepcopy(rng)
-    visits, returns, squares, reward, discounted, last = evaluate.goal_episodes(env, policy, state, 30, 0.9, rng)
+    visits, returns, squares, reward, discounted, last = evaluate.goal_episodes(
+        env, policy, state, 30, 0.9, rng)
     uniform, expected = again.random((30, 40)), [np.zeros((env.num_states, 4)) for _ in range(2)]
     total = 0.0
     for i in range(40):
@@ -1697,14 +1748,16 @@ def test_evaluate_episodes_match_a_loop_over_single_steps():
             expected[0][visited, action] += 1
             expected[1][visited, action] += value
             total += value**2
-    assert np.array_equal(visits, expected[0]) and np.allclose(returns, expected[1]) and squares == pytest.approx(total)
+    assert (np.array_equal(visits, expected[0]) and np.allclose(returns, expected[1])
+            and squares == pytest.approx(total))
     assert 0 < reward.sum() < 40
 
 
 def test_evaluate_starts():
     env, rng, last = gridworld.make("umaze", 1, 0), np.random.default_rng(0), np.full(20000, 7)
     uniform = evaluate.start_states(env, "uniform", last, 0.3, rng)
-    assert np.bincount(uniform, minlength=env.num_states)[env.goal_index] == 0 and len(set(uniform)) == env.num_states - 1
+    assert (np.bincount(uniform, minlength=env.num_states)[env.goal_index] == 0
+            and len(set(uniform)) == env.num_states - 1)
     assert (evaluate.start_states(env, "s0", last, 0.3, rng) == env.start_index).all()
     prior = evaluate.start_states(env, "prior", last, 0.3, rng)
     assert set(prior) == {7, env.start_index} and abs((prior == 7).mean() - 0.7) < 0.015
@@ -1720,7 +1773,8 @@ def test_evaluate_loss_over_counts_is_the_loss_over_samples():
     visits, summed = np.zeros((5, 4)), np.zeros((5, 4))
     np.add.at(visits, (states, actions), 1)
     np.add.at(summed, (states, actions), returns)
-    ours = evaluate.goal_task_loss(logits, value, torch.tensor(visits), torch.tensor(summed), np.square(returns).sum(), 0.3)
+    ours = evaluate.goal_task_loss(logits, value, torch.tensor(visits), torch.tensor(summed),
+                                   np.square(returns).sum(), 0.3)
     log_pi, theirs = F.log_softmax(logits, dim=-1), 0.0
     for s, a, g in zip(states, actions, returns):
         entropy = -(log_pi[s].exp() * log_pi[s]).sum()
@@ -1733,11 +1787,13 @@ def test_evaluate_fit_and_standardise():
     env = gridworld.make("umaze", 1, 0)
     values = env.optimal_values(0.98)
     assert evaluate.least_squares_fit(np.eye(env.num_states), values)["fit_error"] < 1e-9
-    assert evaluate.least_squares_fit(np.zeros((env.num_states, 1)), values)["fit_r2"] == pytest.approx(0, abs=1e-5)
+    assert evaluate.least_squares_fit(
+        np.zeros((env.num_states, 1)), values)["fit_r2"] == pytest.approx(0, abs=1e-5)
     features = np.random.default_rng(0).normal(size=(50, 3)) * (1, 2, 5) + 7
     scaled = evaluate.standardise(features)
     assert np.allclose(scaled.mean(0), 0) and np.isclose(scaled.var(0).mean(), 1)
-    ratios = np.linalg.norm(features[1:] - features[0], axis=1) / np.linalg.norm(scaled[1:] - scaled[0], axis=1)
+    ratios = (np.linalg.norm(features[1:] - features[0], axis=1)
+              / np.linalg.norm(scaled[1:] - scaled[0], axis=1))
     assert np.allclose(ratios, ratios[0])
 
 
@@ -1745,22 +1801,24 @@ def test_evaluate_agents_solve_a_small_maze_and_the_critic_finds_its_values(tmp_
     monkeypatch.chdir(tmp_path)
     maze = write_maze(tmp_path, "S.....\n.####.\n.....G\n")
     for command in ("prediction", "control"):
-        evaluate_cli(command, "--features", "onehot", "--env", maze, "--updates", 400, "--log-every", 50, "--starts", "uniform",
-                     "--learning-rate", 0.01, "--horizon", 30)
+        evaluate_cli(command, "--features", "onehot", "--env", maze, "--updates", 400, "--log-every", 50,
+                     "--starts", "uniform", "--learning-rate", 0.01, "--horizon", 30)
         rows = evaluate.read_results(Path(f"runs/evaluations/gridworld_{command}.csv"))
         last = {row["metric"]: float(row["value"]) for row in rows if row["step"] == "400"}
         assert last["reward"] > 0.95
         assert command == "control" or last["error_policy"] < 0.05
     again = Path("runs/evaluations/gridworld_control.csv").read_bytes()
-    evaluate_cli("control", "--features", "onehot", "--env", maze, "--updates", 400, "--log-every", 50, "--starts", "uniform",
-                 "--learning-rate", 0.01, "--horizon", 30)
-    assert Path("runs/evaluations/gridworld_control.csv").read_bytes() == again  # same seed, same rows, replaced
+    evaluate_cli("control", "--features", "onehot", "--env", maze, "--updates", 400, "--log-every", 50,
+                 "--starts", "uniform", "--learning-rate", 0.01, "--horizon", 30)
+    # Same seed, same rows, replaced.
+    assert Path("runs/evaluations/gridworld_control.csv").read_bytes() == again
 
 
 def test_evaluate_writers_side_by_side_lose_no_row(tmp_path):
     def write(seed):
         for step in range(5):
-            evaluate.add_results(tmp_path / "r.csv", [("e", "m", "umaze", seed, 0, step, "x", seed + step / 10)])
+            evaluate.add_results(tmp_path / "r.csv",
+                                 [("e", "m", "umaze", seed, 0, step, "x", seed + step / 10)])
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
@@ -1771,16 +1829,17 @@ def test_evaluate_writers_side_by_side_lose_no_row(tmp_path):
         evaluate.read_results(tmp_path / "r.csv")
 
 
-# ---------------------------------------------------------------------------------------- evaluate: shaping, skills
+# ---------------------------------------------------------------------------------- evaluate: shaping, skills
 @pytest.fixture(scope="module")
 def ant_runs(tmp_path_factory):
     """{script: run directory} of a few updates on AntMaze-1."""
     root, runs = tmp_path_factory.mktemp("ants"), {}
     small = {"tatc": ["--updates", 4, "--skill-length", 10, "--episode-length", 20, "--num-envs", 4],
              "laprep": ["--updates", 20, "--samples", 1000, "--batch-size", 16, "--num-envs", 4],
-             "dco": ["--samples", 400, "--f-updates", 4, "--policy-updates", 4, "--num-skills", 3, "--skill-length", 5,
-                     "--num-envs", 4],
-             "diayn": ["--updates", 30, "--learning-starts", 50, "--skill-length", 5, "--num-envs", 4, "--num-skills", 3]}
+             "dco": ["--samples", 400, "--f-updates", 4, "--policy-updates", 4, "--num-skills", 3,
+                     "--skill-length", 5, "--num-envs", 4],
+             "diayn": ["--updates", 30, "--learning-starts", 50, "--skill-length", 5, "--num-envs", 4,
+                       "--num-skills", 3]}
     for name, arguments in small.items():
         runs[name] = root / name
         script = ["baselines", name] if name in ("dco", "diayn") else [name]
@@ -1794,7 +1853,8 @@ def test_shaping_replay_next_state_is_exact():
     for step in range(1, 80):
         last, terminated = step % 5 == 0, np.array([step % 7 == 0, False])
         following = obs + 0.5
-        replay.add(obs, np.full((2, 8), step), obs[:, 0], terminated, following, np.array([True, step % 3 > 0]), last)
+        replay.add(obs, np.full((2, 8), step), obs[:, 0], terminated, following,
+                   np.array([True, step % 3 > 0]), last)
         obs = np.where(terminated[:, None] | last, np.float32(10 * step), following)  # a new episode
     o, actions, progress, terminated, following = replay.sample(4000, rng)
     assert torch.equal(following[~terminated, 0], o[~terminated, 0] + 0.5) and torch.equal(progress, o[:, 0])
@@ -1815,13 +1875,15 @@ def test_shaping_squashed_gaussian_and_update_against_autograd_of_loops():
     tanh = torch.distributions.transforms.TanhTransform(cache_size=1)
     exact = torch.distributions.TransformedDistribution(normal, [tanh])
     raw = outputs[:, :8] + outputs[:, 8:].exp() * noise
-    assert torch.allclose(actions, raw.tanh()) and torch.allclose(log_prob, exact.log_prob(tanh(raw)).sum(-1), atol=1e-6)
+    assert (torch.allclose(actions, raw.tanh())
+            and torch.allclose(log_prob, exact.log_prob(tanh(raw)).sum(-1), atol=1e-6))
 
     args = evaluate.Shaping(hidden=8, steps=100, learning_rate=0.0, update_ratio=1.0)
     env = antmaze.make("antmaze1", 2, 0)
     agent = evaluate.Sac(args, env, evaluate.make_reward("xy", env, None))
     actor, critics, targets = (agent.networks[name] for name in ("actor", "critics", "targets"))
-    batch = torch.randn(5, 29), torch.rand(5, 8), torch.randn(5), torch.tensor([True, False] * 2 + [False]), torch.randn(5, 29)
+    batch = (torch.randn(5, 29), torch.rand(5, 8), torch.randn(5), torch.tensor([True, False] * 2 + [False]),
+             torch.randn(5, 29))
     state = torch.get_rng_state()
     evaluate.sac_update(args, agent.networks, agent.optimizers, batch)
     torch.set_rng_state(state)
@@ -1839,12 +1901,14 @@ def test_shaping_squashed_gaussian_and_update_against_autograd_of_loops():
             next_action, next_log = evaluate.squash(forward(actor, 0, following)[None], noises[1][i][None])
             pair = [forward(targets, k, torch.cat([following, next_action[0]]))[0] for k in range(2)]
             target = progress + (0.0 if ended else 0.99 * (min(pair) - 0.1 * 0.01 * next_log[0]))
-        critic_loss = critic_loss + sum((forward(critics, k, torch.cat([obs, action]))[0] - target) ** 2 for k in range(2)) / 5
+        critic_loss = critic_loss + sum((forward(critics, k, torch.cat([obs, action]))[0] - target) ** 2
+                                        for k in range(2)) / 5
         new_action, log = evaluate.squash(forward(actor, 0, obs)[None], noises[0][i][None])
         worst = min((forward(critics, k, torch.cat([obs, new_action[0]]))[0] for k in range(2)), key=float)
         actor_loss = actor_loss + (0.1 * 0.01 * log[0] - worst) / 5
     for loss, net in ((critic_loss, critics), (actor_loss, actor)):
-        for ours, theirs in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)):
+        for ours, theirs in zip(net.parameters(),
+                                torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)):
             assert torch.allclose(ours.grad, theirs, rtol=1e-4, atol=1e-6) and theirs.abs().max() > 0
 
 
@@ -1857,8 +1921,9 @@ def test_shaping_critics_of_progress_are_those_of_the_reward():
     for _ in range(400):
         q = reward[following] + gamma * q.max(1)[following]
         ended = following == 7
-        target = evaluate.sac_target(torch.tensor(reward[following] - reward[:, None]).flatten(), torch.tensor(ended).flatten(),
-                                     torch.tensor(c.max(1)[following]).flatten().expand(2, -1), torch.zeros(24), gamma, 0.0)
+        target = evaluate.sac_target(
+            torch.tensor(reward[following] - reward[:, None]).flatten(), torch.tensor(ended).flatten(),
+            torch.tensor(c.max(1)[following]).flatten().expand(2, -1), torch.zeros(24), gamma, 0.0)
         c = target.reshape(8, 3).numpy()
     assert np.allclose(c, (1 - gamma) * q - reward[:, None])
 
@@ -1869,21 +1934,24 @@ def test_shaping_rewards(ant_runs):
     _, _, phi = evaluate.load_phi(ant_runs["tatc"])
     plain = np.linalg.norm(phi(env.truth_obs) - phi(goal[None]), axis=1)
     dense = evaluate.make_reward("dense", env, phi)(env.truth_obs)
-    assert np.allclose(dense, -plain * 10 / np.ptp(plain), rtol=1e-4, atol=1e-5) and abs(dense[env.goal_index]) < 1e-5
+    assert (np.allclose(dense, -plain * 10 / np.ptp(plain), rtol=1e-4, atol=1e-5)
+            and abs(dense[env.goal_index]) < 1e-5)
     inside = np.linalg.norm(env.truth_xy - env.goal_xy, axis=1) <= 2
     assert np.array_equal(evaluate.make_reward("sparse", env, None)(env.truth_obs), 10.0 * inside)
     mix = evaluate.make_reward("mix", env, phi)(env.truth_obs)
     assert np.allclose(mix, dense + inside * 10 / np.ptp(plain), rtol=1e-4, atol=1e-4)
     xy = evaluate.make_reward("xy", env, None)(np.stack([goal, start]))
-    assert xy[0] == 0 and xy[1] < -5 and np.ptp(evaluate.make_reward("xy", env, None)(env.truth_obs)) == pytest.approx(10)
+    assert (xy[0] == 0 and xy[1] < -5
+            and np.ptp(evaluate.make_reward("xy", env, None)(env.truth_obs)) == pytest.approx(10))
     fiedler = evaluate.make_reward("fiedler", env, None)(env.truth_obs)
     assert scipy.stats.spearmanr(fiedler, -env.distance[env.goal_index]).statistic > 0.99
 
 
 def test_shaping_interrupted_resumes_bit_for_bit(ant_runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ["--run", ant_runs["laprep"], "--steps", 480, "--num-envs", 4, "--warmup", 60, "--eval-every", 80, "--horizon", 30,
-                 "--eval-episodes", 2, "--hidden", 16, "--batch-size", 8, "--resume"]
+    arguments = ["--run", ant_runs["laprep"], "--steps", 480, "--num-envs", 4, "--warmup", 60,
+                 "--eval-every", 80, "--horizon", 30, "--eval-episodes", 2, "--hidden", 16,
+                 "--batch-size", 8, "--resume"]
     evaluate_cli("shaping", *arguments, "--run-dir", "whole", "--results-dir", "a")
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -1895,8 +1963,8 @@ def test_shaping_interrupted_resumes_bit_for_bit(ant_runs, tmp_path, monkeypatch
     assert_same_tree(checkpoint(Path("whole")) | {"args": 0}, checkpoint(Path("parts")) | {"args": 0})
     assert Path("a/antmaze_shaping.csv").read_bytes() == Path("b/antmaze_shaping.csv").read_bytes()
     rows = evaluate.read_results(Path("a/antmaze_shaping.csv"))
-    assert {row["metric"] for row in rows} == {"success", "success_at_end", "return", "distance", "fallen", "sampled_success",
-                                               "sampled_distance"}
+    assert {row["metric"] for row in rows} == {"success", "success_at_end", "return", "distance", "fallen",
+                                               "sampled_success", "sampled_distance"}
     evaluate_cli("shaping", *arguments, "--run-dir", "third", "--results-dir", "b")  # finds itself finished
     assert not Path("third").exists()
 
@@ -1909,18 +1977,18 @@ def test_skills_of_every_script_act_and_learn(ant_runs, tmp_path, monkeypatch):
         actions = skills.act(env.obs, np.arange(6) % count)
         assert skills.count == count and actions.shape == (6, 8) and (pi_hi is not None) == (name == "tatc")
         assert np.isfinite(env.move(actions)).all()
-        evaluate_cli("skills", "--run", ant_runs[name], "--episodes", 8, "--batch", 4, "--horizon", 12, "--skill-length", 5,
-                     "--rollouts", 2, "--log-every", 1, "--results-dir", "results")
+        evaluate_cli("skills", "--run", ant_runs[name], "--episodes", 8, "--batch", 4, "--horizon", 12,
+                     "--skill-length", 5, "--rollouts", 2, "--log-every", 1, "--results-dir", "results")
     for floor in (["actions"], ["skills"], ["choices", "--run", ant_runs["tatc"]]):
-        evaluate_cli("skills", "--floor", *floor, "--episodes", 4, "--batch", 4, "--horizon", 12, "--skill-length", 5,
-                     "--rollouts", 2, "--results-dir", "results")
+        evaluate_cli("skills", "--floor", *floor, "--episodes", 4, "--batch", 4, "--horizon", 12,
+                     "--skill-length", 5, "--rollouts", 2, "--results-dir", "results")
     rows = evaluate.read_results(Path("results/antmaze_skills.csv"))
     assert len({row["method"] for row in rows}) == 6 and {row["metric"] for row in rows} == {
         "success", "return", "cells", "cells_passed_on"}
 
 
 def test_skills_choices_and_returns():
-    """An option that ends is chosen anew, what is not allowed is not chosen, and returns to go are sums by a loop."""
+    """An option that ends is chosen anew, what is not allowed is not, returns to go are sums by a loop."""
     env, rng = antmaze.make("antmaze1", 3, 0), np.random.default_rng(0)
     env.place(np.ones(3, dtype=bool), env.truth_obs[[env.goal_index] * 3])
     ended = lambda obs, skill: skill == 1  # noqa: E731  option 1 may start nowhere and ends at once
@@ -1936,7 +2004,8 @@ def test_skills_choices_and_returns():
     args = evaluate.SkillsTask(horizon=7, skill_length=3)
     at_goal = evaluate.Skills(2, lambda obs, skill: np.full((3, 8), 2), evaluate.never_ended)
     original, env.place = env.place, lambda mask, where: original(mask, env.truth_obs[[env.goal_index] * 3])
-    (obs, allowed, choice, time_left, to_go), rewards = evaluate.high_level_episodes(args, env, at_goal, None, rng)
+    (obs, allowed, choice, time_left, to_go), rewards = evaluate.high_level_episodes(
+        args, env, at_goal, None, rng)
     assert rewards.shape == (7, 3) and rewards.all()
     assert to_go.tolist() == pytest.approx([7 / 7] * 3 + [4 / 7] * 3 + [1 / 7] * 3)
     assert time_left[:, 0].tolist() == pytest.approx([1] * 3 + [4 / 7] * 3 + [1 / 7] * 3)
@@ -1953,7 +2022,8 @@ def test_policy_scores_and_copies(ant_runs, tmp_path):
     evaluate_cli("scores", "--runs", *ant_runs.values(), "--results-dir", tmp_path)
     rows = evaluate.read_results(tmp_path / "antmaze_training.csv")
     ours = {row["metric"]: float(row["value"]) for row in rows if row["method"].startswith("TATC")}
-    assert {"travel", "travel_rest", "used", "reaches_end", "fallen", "furthest", "spearman_s0", "coverage_total"} <= set(ours)
+    assert {"travel", "travel_rest", "used", "reaches_end", "fallen", "furthest", "spearman_s0",
+            "coverage_total"} <= set(ours)
     assert 0 <= ours["travel"] <= 1 and ours["furthest"] > 0
     for path in (tmp_path / "checkpoints").iterdir():  # the small copies are all that using them takes
         script = path.name.split("-")[0]
@@ -1969,7 +2039,7 @@ def test_policy_scores_and_copies(ant_runs, tmp_path):
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
-# ---------------------------------------------------------------------------------- refusals, for the table
+# ------------------------------------------------------------------------------------ refusals, for the table
 OUT_OF_RANGE = {  # --name value value ...
     ("laprep.py",): """
         seed -1 2147483649, updates 0 100000001, dim 0 257, beta nan inf -1.0, log-every 0, pair-gap 0 1001,
@@ -1994,7 +2064,7 @@ REFUSALS = [("laprep.py", arguments.split(), message) for arguments, message in 
     (f"--env {ROOT}/LICENSE", r"LICENSE, line \d+: "),
     ("--env nowhere.py:make", "nowhere.py is not a text file"),
     (f"--env {ROOT}/laprep.py:nothing", "laprep.py has no function nothing; define nothing"),
-    ("--env {small} --dim 9", "--dim is 9; .* has 8 states and no more eigenvectors"),
+    ("--env {small} --dim 9", "--dim is 9; .* has 8 states to judge it by"),
     ("--pair-gap 7", "--pair-gap is 7; use a divisor of --episode-length 90"),
     ("--prior uniform --pair-gap 100", "use a divisor of --episode-length 50"),
     ("--reachability", "--reachability needs eigenvalues; add --objective allo"),
@@ -2011,18 +2081,19 @@ REFUSALS = [("laprep.py", arguments.split(), message) for arguments, message in 
     ("diayn --env 4rooms --discriminator xy", "xy an ant maze"),
     ("dco --run-dir=", "--run-dir is empty"),
 )]
-OUT_OF_RANGE["tatc.py",] = """seed -1 99999999999999999999999, updates 0 -5, beta -1 nan inf, boredom-coef -0.1 nan,
-    pair-gap 0, phi-memory 0 100000, step-floor -1 nan, fall-cost -1 inf, dim 1 1000, num-directions 0 100000,
-    reset-prob -0.1 1.1 nan, random-walk-prob 2 -1, episode-length 0, skill-length 0 -3, num-envs 0 10000000,
-    skills-per-update 0, hidden 0 1000000, learning-rate 1e30 -1 nan, anneal 1.5 -0.5, high-entropy-coef -1 nan,
-    low-entropy-coef -1 inf, update-epochs 0, gamma nan 1.5 -1, gae-lambda 2 nan, log-every 0, checkpoint-every 0"""
-OUT_OF_RANGE["evaluate.py", "prediction", "--features", "onehot"] = """updates 0, episodes 0, horizon 0, gamma 0 1 nan,
-    entropy-coef -1 nan, learning-rate 1e30 nan, hidden 0, log-every 0, dim 0, seed -1"""
-OUT_OF_RANGE["evaluate.py", "shaping", "--reward", "xy"] = """steps 0, num-envs 0 100000, horizon 0, warmup 0, gamma 1 0,
-    update-ratio -1 nan, batch-size 0, hidden 0, alpha -1 nan, tau 0 2, learning-rate nan -1, anneal 2, eval-every 0,
-    eval-episodes 0, reward-factor 0 nan inf, seed -3"""
-OUT_OF_RANGE["evaluate.py", "skills", "--floor", "actions"] = """episodes 0, batch 0, horizon 0, skill-length 0, hidden 0,
-    learning-rate nan, entropy-coef -1, log-every 0, rollouts 0, seed -1"""
+OUT_OF_RANGE["tatc.py",] = """seed -1 99999999999999999999999, updates 0 -5, beta -1 nan inf,
+    boredom-coef -0.1 nan, pair-gap 0, phi-memory 0 100000, step-floor -1 nan, fall-cost -1 inf, dim 1 1000,
+    num-directions 0 100000, reset-prob -0.1 1.1 nan, random-walk-prob 2 -1, episode-length 0,
+    skill-length 0 -3, num-envs 0 10000000, skills-per-update 0, hidden 0 1000000, learning-rate 1e30 -1 nan,
+    anneal 1.5 -0.5, high-entropy-coef -1 nan, low-entropy-coef -1 inf, update-epochs 0, gamma nan 1.5 -1,
+    gae-lambda 2 nan, log-every 0, checkpoint-every 0"""
+OUT_OF_RANGE["evaluate.py", "prediction", "--features", "onehot"] = """updates 0, episodes 0, horizon 0,
+    gamma 0 1 nan, entropy-coef -1 nan, learning-rate 1e30 nan, hidden 0, log-every 0, dim 0, seed -1"""
+OUT_OF_RANGE["evaluate.py", "shaping", "--reward", "xy"] = """steps 0, num-envs 0 100000, horizon 0, warmup 0,
+    gamma 1 0, update-ratio -1 nan, batch-size 0, hidden 0, alpha -1 nan, tau 0 2, learning-rate nan -1,
+    anneal 2, eval-every 0, eval-episodes 0, reward-factor 0 nan inf, seed -3"""
+OUT_OF_RANGE["evaluate.py", "skills", "--floor", "actions"] = """episodes 0, batch 0, horizon 0,
+    skill-length 0, hidden 0, learning-rate nan, entropy-coef -1, log-every 0, rollouts 0, seed -1"""
 OTHER_REFUSALS = [(script, arguments.split(), message) for script, arguments, message in (
     ("tatc.py", "--env nowhere", "unknown env 'nowhere': not one of umaze, .*antmaze-large, and no file"),
     ("tatc.py", "--env ant:nowhere.txt", "nowhere.txt is not a text file"),
@@ -2045,7 +2116,8 @@ OTHER_REFUSALS = [(script, arguments.split(), message) for script, arguments, me
     ("evaluate.py", "prediction", "give either --run RUN_DIR or --features"),
     ("evaluate.py", "prediction --features exact --run x", "give either --run RUN_DIR or --features"),
     ("evaluate.py", "prediction --features exact --dim 500", "--dim is 500; use at most 400"),
-    ("evaluate.py", "prediction --features exact --env antmaze1", "is an evaluation on gridworlds, this is antmaze1"),
+    ("evaluate.py", "prediction --features exact --env antmaze1",
+     "is an evaluation on gridworlds, this is antmaze1"),
     ("evaluate.py", "prediction --features exact --env {goalless}", "has no goal; mark one cell with G"),
     ("evaluate.py", "prediction --features exact --starts", "--starts is empty"),
     ("evaluate.py", "control --run nowhere", "nowhere does not exist"),
@@ -2074,22 +2146,26 @@ OTHER_REFUSALS = [(script, arguments.split(), message) for script, arguments, me
 
 
 def test_malformed_input_gets_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys):
-    """Every refusal of every script: exit code 2, one line that names cause and fix, no file made or changed."""
+    """Every refusal of every script: exit code 2, one line with cause and fix, no file made or changed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "badresults").mkdir()
     (tmp_path / "badresults/gridworld_control.csv").write_text("a,b\n1,2\n")
-    names = {"root": ROOT, "small": write_maze(tmp_path, SMALL_MAZE, "small.txt"), "file": write_maze(tmp_path, "", "file"),
+    names = {"root": ROOT, "small": write_maze(tmp_path, SMALL_MAZE, "small.txt"),
+             "file": write_maze(tmp_path, "", "file"),
              "huge": write_maze(tmp_path, ("S" + "." * 249 + "\n") + ("." * 250 + "\n") * 249, "huge.txt"),
              "goalless": write_maze(tmp_path, "S..\n", "goalless.txt"),
-             "poor": write_maze(tmp_path, "def make(num_envs, seed):\n    return type('Env', (), {'num_envs': 1})()\n", "poor.py"),
-             "badresults": tmp_path / "badresults", "laprep": ROOT / "results/checkpoints/laprep-antmaze1-default-seed0.pt"}
+             "poor": write_maze(tmp_path, "def make(num_envs, seed):\n"
+                                "    return type('Env', (), {'num_envs': 1})()\n", "poor.py"),
+             "badresults": tmp_path / "badresults",
+             "laprep": ROOT / "results/checkpoints/laprep-antmaze1-pair_gap=1-seed0.pt"}
     ranges = [(script, [*command, f"--{name}", value], f"--{name} is .*; use a number from ")
               for (script, *command), table in OUT_OF_RANGE.items()
               for name, *values in map(str.split, table.split(",")) for value in values]
     table = REFUSALS + OTHER_REFUSALS + ranges
 
     def files():
-        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name not in (".lock", ".pid")}
+        return {path: path.read_bytes() for path in tmp_path.rglob("*")
+                if path.is_file() and path.name not in (".lock", ".pid")}
 
     before = files()
     assert len(table) >= 230
@@ -2097,22 +2173,25 @@ def test_malformed_input_gets_one_line_and_changes_nothing(tmp_path, monkeypatch
         arguments = [argument.format(**names) for argument in arguments]
         code, out, err = run_script(monkeypatch, capsys, script.removesuffix(".py"), *arguments)
         lines = [line for line in err.splitlines() if line.strip()]
-        assert code == 2 and len(lines) == 1 and lines[0].startswith(f"{script}: "), (script, arguments, code, err[-300:])
+        assert code == 2 and len(lines) == 1 and lines[0].startswith(f"{script}: "), (
+            script, arguments, code, err[-300:])
         assert "Traceback" not in err and re.search(message, lines[0]), (arguments, lines[0])
     assert files() == before
 
 
-# ------------------------------------------------------------------------------------------------------ the repository
+# --------------------------------------------------------------------------------------------- the repository
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_argument_is_read_and_every_number_has_a_range(script):
     source, module = (ROOT / f"{script}.py").read_text(), SCRIPTS[script]
     read = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
-    kinds = [kind for kind in vars(module).values() if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__]
+    kinds = [kind for kind in vars(module).values()
+             if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__]
     assert kinds
     shared = (ROOT / "gridworld.py").read_text()
     for kind in kinds:
         for field in dataclasses.fields(kind):
-            assert field.name in read or f"args.{field.name}" in shared, f"{kind.__name__}.{field.name} is never read"
+            assert field.name in read or f"args.{field.name}" in shared, (
+                f"{kind.__name__}.{field.name} is never read")
             number = re.search(r"\b(int|float)\b", str(field.type))
             if number and script not in ("gridworld", "antmaze"):
                 assert field.name in module.RANGES, f"{field.name} has no range"
@@ -2135,7 +2214,7 @@ def test_readme_commands_parse_and_links_and_functions_exist(tmp_path, monkeypat
     parsed = 0
     for line in commands:
         for command in line.split("&&"):
-            words = [word for word in shlex.split(command) if not word.startswith(">")]
+            words = shlex.split(re.split(r"[|>]", command)[0])
             if len(words) > 1 and words[0] == "python" and words[1].endswith(".py"):
                 module = SCRIPTS[Path(words[1]).stem]
                 if module is evaluate:
@@ -2145,7 +2224,8 @@ def test_readme_commands_parse_and_links_and_functions_exist(tmp_path, monkeypat
                 parsed += 1
     assert parsed >= 12
     for name in ("README.md", "results/README.md"):
-        text, folder = (ROOT / name).read_text(), (ROOT / name).parent
+        folder = (ROOT / name).parent
+        text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
         anchors = {re.sub(r"[^\w\- ]", "", line.lstrip("# ")).strip().lower().replace(" ", "-")
                    for line in text.splitlines() if line.startswith("#")}
         for target in re.findall(r"\]\(([^)]+)\)", text):
@@ -2166,19 +2246,22 @@ def test_readme_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
     (tmp_path / "results").symlink_to(ROOT / "results")
-    (tmp_path / "mountain_car.py").write_text(next(block for block in readme_blocks("python") if "def make(" in block))
+    (tmp_path / "mountain_car.py").write_text(
+        next(block for block in readme_blocks("python") if "make = " in block))
     assert len((tmp_path / "mountain_car.py").read_text().splitlines()) <= 45
-    code, out, err = run_script(monkeypatch, capsys, "tatc", "--env", "mountain_car.py:make", "--updates", 3, "--num-envs", 4)
+    code, out, err = run_script(monkeypatch, capsys, "tatc", "--env", "mountain_car.py:make", "--updates", 3,
+                                "--num-envs", 4)
     assert code == 0 and "coverage_total" in out and "spearman" not in out, err
-    code, out, _ = run_script(monkeypatch, capsys, "laprep", "--env", "mountain_car.py:make", "--updates", 10, "--num-envs", 4,
-                              "--samples", 2000)
+    code, out, _ = run_script(monkeypatch, capsys, "laprep", "--env", "mountain_car.py:make", "--updates", 10,
+                              "--num-envs", 4, "--samples", 2000)
     assert code == 0
     run = next(Path("runs/tatc").rglob("checkpoint.pt")).parent
     for command in ("shaping", "skills", "prediction"):
         code, _, err = run_script(monkeypatch, capsys, "evaluate", command, "--run", run)
         assert code == 2 and "is an evaluation on" in err and err.count("\n") == 1
     for block in readme_blocks("python"):
-        if "def make(" in block or ("stable_baselines3" in block and not importlib.util.find_spec("stable_baselines3")):
+        if "class MountainCar" in block or (
+                "stable_baselines3" in block and not importlib.util.find_spec("stable_baselines3")):
             ast.parse(block)
             continue
         exec(compile(block, "README.md", "exec"), {})
@@ -2205,22 +2288,26 @@ def test_plan_lines_parse_once_each_and_trainings_come_first(capsys):
             assert set(used) <= runs
 
 
-def test_a_plan_of_seconds_runs_killed_and_repeated_to_the_same_rows(tmp_path):
-    """A training with its evaluations, in real processes; then all lines again, which find themselves finished."""
-    plan = subprocess.run([sys.executable, ROOT / "evaluate.py", "plan", "--smoke", "--experiment", "gridworld", "control",
-                           "--results-dir", "out"], capture_output=True, text=True, cwd=tmp_path)
-    lines = [line.replace("python ", f"{sys.executable} {ROOT}/", 1) for line in plan.stdout.splitlines() if "4rooms" in line
-             and ("tatc" in line or "onehot" in line)]
-    assert plan.returncode == 0 and len(lines) == 4  # a training, its scores, and two evaluations
-    results = []
-    for _ in range(2):
-        for stage in (False, True):
-            part = [line for line in lines if ("evaluate.py" in line) == stage]
-            subprocess.run(["xargs", "-P", "2", "-I", "{}", "bash", "-c", "{} > log.txt 2>&1 || exit 255"],
-                           input="\n".join(part), text=True, cwd=tmp_path, check=True)
-        results.append({path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.csv")})
-    assert results[0] == results[1] and set(results[0]) == {"gridworld_training.csv", "gridworld_control.csv"}
-    head = subprocess.run(f"{sys.executable} {ROOT}/evaluate.py plan | head -1", shell=True, capture_output=True, text=True)
+def test_a_plan_of_seconds_runs_and_repeated_finds_itself_finished(tmp_path, monkeypatch, capsys):
+    """A training with its evaluations in real processes; then all lines again."""
+    monkeypatch.chdir(tmp_path)
+    evaluate_cli("plan", "--smoke", "--experiment", "gridworld", "control", "--results-dir", "out")
+    lines = [line for line in capsys.readouterr().out.splitlines()
+             if "4rooms" in line and ("tatc" in line or "onehot" in line)]
+    assert len(lines) == 4  # a training, its scores, and two evaluations
+    for stage in (False, True):
+        part = [line.replace("python ", f"{sys.executable} {ROOT}/", 1) for line in lines
+                if ("evaluate.py" in line) == stage]
+        subprocess.run(["xargs", "-P", "2", "-I", "{}", "bash", "-c", "{} > log.txt 2>&1 || exit 255"],
+                       input="\n".join(part), text=True, check=True)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.csv")}
+    assert set(first) == {"gridworld_training.csv", "gridworld_control.csv"}
+    for line in lines:
+        script, *words = shlex.split(line, comments=True)[1:]
+        assert run_script(monkeypatch, capsys, Path(script).stem, *words)[0] == 0
+    assert first == {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.csv")}
+    head = subprocess.run(f"{sys.executable} {ROOT}/evaluate.py plan | head -1", shell=True,
+                          capture_output=True, text=True)
     assert "Traceback" not in head.stderr and head.stdout.startswith("python tatc.py")
 
 
@@ -2230,9 +2317,11 @@ def test_committed_rows_and_tables_agree():
     for path in (ROOT / "results").glob("*.csv"):
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
-        assert rows and tuple(rows[0]) == evaluate.COLUMNS and all(None not in row.values() for row in rows), path
+        assert (rows and tuple(rows[0]) == evaluate.COLUMNS
+                and all(None not in row.values() for row in rows)), path
     with open(ROOT / "results/gridworld_training.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["method"] == "TATC" and row["metric"] == "spearman_s0"]
+        rows = [row for row in csv.DictReader(file)
+                if row["method"] == "TATC" and row["metric"] == "spearman_s0"]
     for env, title in (("umaze", "U-Maze"), ("tmaze", "T-Maze"), ("4rooms", "4-rooms")):
         last = {}
         for row in rows:
@@ -2246,10 +2335,12 @@ def test_figures_from_a_clean_clone_change_nothing(tmp_path):
     shutil.copytree(ROOT / "results", tmp_path / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
     before = {name: (tmp_path / name).read_text() for name in ("README.md", "results/README.md")}
-    done = subprocess.run([sys.executable, ROOT / "evaluate.py", "figures"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "evaluate.py", "figures"], cwd=tmp_path,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert before == {name: (tmp_path / name).read_text() for name in before}
     (tmp_path / "README.md").write_text("<!-- table:gridworld -->\n\ntext that must stay\n")
-    lost = subprocess.run([sys.executable, ROOT / "evaluate.py", "figures"], cwd=tmp_path, capture_output=True, text=True)
+    lost = subprocess.run([sys.executable, ROOT / "evaluate.py", "figures"], cwd=tmp_path,
+                          capture_output=True, text=True)
     assert lost.returncode == 2 and "has no <!-- end -->" in lost.stderr
     assert (tmp_path / "README.md").read_text().endswith("text that must stay\n")
