@@ -1039,7 +1039,7 @@ def train(script, *arguments):
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_interrupted_runs_resume_bit_for_bit(tmp_path, monkeypatch, kind):
+def test_interrupted_runs_resume_bit_for_bit(tmp_path, monkeypatch, kind, no_pictures):
     env, arguments = killer_env(tmp_path, kind)
     arguments = ["--env", env, *arguments, "--updates", 11]
     train("tatc", *arguments, "--run-dir", tmp_path / "whole")
@@ -1058,7 +1058,7 @@ def test_interrupted_runs_resume_bit_for_bit(tmp_path, monkeypatch, kind):
     assert all(np.array_equal(files[0][key], files[1][key]) for key in files[0])
 
 
-def test_sigkill_of_a_real_process_loses_nothing(tmp_path):
+def test_sigkill_of_a_real_process_loses_nothing(tmp_path, no_pictures):
     env, arguments = killer_env(tmp_path, "ant")
     arguments = ["--env", env, *arguments, "--updates", "9", "--resume"]
 
@@ -1113,7 +1113,7 @@ def test_a_second_process_in_a_run_directory_is_refused(tmp_path):
     assert not list((tmp_path / "run").glob("*.tmp")) and checkpoint(tmp_path / "run")["update"] > 0
 
 
-def test_flipped_bits_and_foreign_checkpoints_are_refused(tmp_path):
+def test_flipped_bits_and_foreign_checkpoints_are_refused(tmp_path, no_pictures):
     run = tmp_path / "run"
     arguments = ["--env", write_maze(tmp_path, CORRIDOR), "--updates", 2, "--num-envs", 4, "--resume"]
     train("tatc", *arguments, "--run-dir", run)
@@ -1151,7 +1151,7 @@ def test_flipped_bits_and_foreign_checkpoints_are_refused(tmp_path):
         train("tatc", *arguments, "--run-dir", run)
 
 
-def test_a_run_is_never_overwritten_or_continued_as_another(tmp_path):
+def test_a_run_is_never_overwritten_or_continued_as_another(tmp_path, no_pictures):
     maze = write_maze(tmp_path, CORRIDOR)
     arguments = ["--env", maze, "--updates", 4, "--hidden", 8, "--num-envs", 4, "--run-dir", tmp_path / "run"]
     train("tatc", *arguments)
@@ -1168,7 +1168,7 @@ def test_a_run_is_never_overwritten_or_continued_as_another(tmp_path):
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == kept
 
 
-def test_every_changed_argument_is_in_a_runs_name(tmp_path, monkeypatch):
+def test_every_changed_argument_is_in_a_runs_name(tmp_path, monkeypatch, no_pictures):
     """Three changed arguments: the run, its rows and its evaluation's rows touch nothing of the default's."""
     monkeypatch.chdir(tmp_path)
     maze = write_maze(tmp_path, CORRIDOR)
@@ -1211,13 +1211,13 @@ def test_a_full_disk_is_said_in_one_line_and_resume_goes_on(tmp_path):
                 and "Traceback" not in full.stderr)
         assert not list((small / "run").glob("*.tmp"))
         subprocess.run(["mount", "-o", "remount,size=50m", small], check=True)
-        assert subprocess.run(command, capture_output=True).returncode == 0
+        train("tatc", *command[2:])
         assert checkpoint(small / "run")["update"] == 6
     finally:
         subprocess.run(["umount", small], check=True)
 
 
-def test_tatc_learns_a_corridor(tmp_path):
+def test_tatc_learns_a_corridor(tmp_path, no_pictures):
     train("tatc", "--env", write_maze(tmp_path, CORRIDOR), "--skill-length", 6, "--episode-length", 18,
           "--updates", 400, "--num-envs", 16, "--run-dir", tmp_path / "run", "--log-every", 200)
     last = metrics(tmp_path / "run")[-1]
@@ -1225,7 +1225,7 @@ def test_tatc_learns_a_corridor(tmp_path):
     assert float(last["eval/coverage"]) == 1 and float(last["eval/far"]) > 0.05
 
 
-def test_divergence_stops_a_run_with_one_line_and_keeps_its_checkpoint(tmp_path):
+def test_divergence_stops_a_run_with_one_line_and_keeps_its_checkpoint(tmp_path, no_pictures):
     arguments = ["--env", write_maze(tmp_path, CORRIDOR), "--num-envs", 4, "--run-dir", tmp_path / "run",
                  "--checkpoint-every", 1, "--beta", 1e6, "--boredom-coef", 1e6, "--boredom", "squared_sum",
                  "--learning-rate", 1]
