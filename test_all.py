@@ -1904,7 +1904,8 @@ def test_shaping_squashed_gaussian_and_update_against_autograd_of_loops():
         critic_loss = critic_loss + sum((forward(critics, k, torch.cat([obs, action]))[0] - target) ** 2
                                         for k in range(2)) / 5
         new_action, log = evaluate.squash(forward(actor, 0, obs)[None], noises[0][i][None])
-        worst = min((forward(critics, k, torch.cat([obs, new_action[0]]))[0] for k in range(2)), key=lambda value: value.item())
+        both = [forward(critics, k, torch.cat([obs, new_action[0]]))[0] for k in range(2)]
+        worst = min(both, key=lambda value: value.item())
         actor_loss = actor_loss + (0.1 * 0.01 * log[0] - worst) / 5
     for loss, net in ((critic_loss, critics), (actor_loss, actor)):
         for ours, theirs in zip(net.parameters(),
