@@ -1121,7 +1121,7 @@ class Speed:
     """directory for the rows; default runs/evaluations"""
 
 
-def measure_loop(rounds, updates=8):
+def measure_loop(rounds, updates=10):
     """Steps per CPU second of tatc.py's loop on AntMaze-1 and of mujoco.batch, [(name, value)] per round."""
     args = tatc.Args(env="antmaze1")
     env, _ = tatc.prepare(args)
@@ -1129,16 +1129,18 @@ def measure_loop(rounds, updates=8):
     optimizers, recent = tatc.make_optimizers(args, networks), []
     bare, _ = antmaze.bare_loop(env.model, args.num_envs, 1, 0)
     torques = rng.integers(0, 5, (100, args.num_envs, 8)) / 2 - 1
-    steps, found = updates * args.skill_length, []
+    steps, found, skills = updates * args.skill_length, [], args.episode_length // args.skill_length
     for _ in range(rounds + 1):  # the first one warms up, and fills phi's memory
         begin = time.process_time()
-        for _ in range(updates):
-            walks = tatc.start_episodes(args, env, rng)
+        for number in range(updates):
+            if number % skills == 0:
+                walks = tatc.start_episodes(args, env, rng)
             batch = tatc.rollout(args, env, networks, omega, walks, rng)
             obs, skill = batch[0], batch[2]
             recent = [*recent[1 - args.phi_memory:], (obs[0, :, :: args.pair_gap], torch.as_tensor(walks))]
-            tatc.update(args, networks, optimizers, omega, batch, (obs[0, :, :1], obs[0, :, -1], skill.T),
-                        recent, rng)
+            ends = number % skills == skills - 1  # as often as an episode does; its length is no matter here
+            episode = (obs[0, :, :1], obs[0, :, -1], skill.T) if ends else None
+            tatc.update(args, networks, optimizers, omega, batch, episode, recent, rng)
         middle = time.process_time()
         for t in range(steps):
             bare(torques[t % 100])

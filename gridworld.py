@@ -639,9 +639,10 @@ def rank_correlation(phi, env):
 
     Above 1000 states it takes 500,000 random pairs, always the same. Empty where no true distances are known.
     """
-    first, second = np.triu_indices(len(phi), 1)
     if len(phi) > 1000:
         first, second = np.random.default_rng(0).integers(len(phi), size=(2, 500_000))
+    else:
+        first, second = np.triu_indices(len(phi), 1)
     distance = np.linalg.norm(phi[first] - phi[second], axis=-1)
     if env.distance is None:
         return {"eval/extent": distance.max()}

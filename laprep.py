@@ -309,7 +309,7 @@ def eigenvector_scores(phi, eigenvalues, eigenvectors):
             "eval/fiedler_r2": 1 - error.var() / fiedler.var()}
 
 
-def reachability_scale(args, duals):
+def reachability_scale(duals):
     """What phi's coordinates are divided by [d - 1]: at ALLO's solution duals_ii = -4 lambda_i (RA-LapRep,
     Wang et al., ICML 2023)."""
     return (-duals.diagonal()[1:] / 4).clamp_min(1e-6).sqrt()
@@ -319,7 +319,7 @@ def reachability_scale(args, duals):
 def representation(args, phi, duals, obs):
     """The run's representation [n, d] at obs [n, ...]; d - 1 coordinates with --reachability."""
     output = phi(torch.as_tensor(obs))
-    return (output[:, 1:] / reachability_scale(args, duals) if args.reachability else output).numpy()
+    return (output[:, 1:] / reachability_scale(duals) if args.reachability else output).numpy()
 
 
 # --------------------------------------------------------------------------------------------------- training

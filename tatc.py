@@ -448,7 +448,8 @@ def update_policy(args, policy, critic, optimizer, omega, obs, skill, actions, r
             order = torch.as_tensor(rng.permutation(len(rows[0])))
             rows = [part[order] for part in rows]
         for batch in zip(*(part.tensor_split(minibatches) for part in rows)):
-            now = outputs(*batch[:4]) if ppo else [part[upright] for part in before]
+            once = epochs * minibatches == 1  # A2C: the outputs above serve again
+            now = [part[upright] for part in before] if once else outputs(*batch[:4])
             loss, info = ppo_loss(*now, *batch[4:], entropy_coef, 0.5 if ppo else 1.0)
             optimizer.zero_grad()
             loss.backward()

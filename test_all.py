@@ -957,10 +957,11 @@ def test_episodes_start_as_the_prior_says(tmp_path):
             and np.allclose(env.obs[2:], state[2:]))
 
 
-@pytest.mark.parametrize("env", [None, "antmaze1"])
+@pytest.mark.parametrize("env, epochs", [(None, None), (None, 3), ("antmaze1", None)])
 @pytest.mark.parametrize("walkers", [True, False])
-def test_update_without_walkers_or_without_workers(tmp_path, env, walkers):
-    args, env, networks, omega = small_setup(tmp_path, env, skill_length=20, episode_length=20)
+def test_update_without_walkers_or_without_workers(tmp_path, env, epochs, walkers):
+    args, env, networks, omega = small_setup(tmp_path, env, skill_length=20, episode_length=20,
+                                             update_epochs=epochs)
     rng, before = np.random.default_rng(0), copy.deepcopy(networks.state_dict())
     batch = tatc.rollout(args, env, networks, omega, np.full(6, walkers), rng)
     info = tatc.update(args, networks, tatc.make_optimizers(args, networks), omega, batch, complete(batch),
