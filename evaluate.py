@@ -1494,7 +1494,8 @@ def draw_comparison(path, title, x_label, panels):
     panels = [row for row in panels if row]
     if not panels:
         return
-    figure = Figure(figsize=(max(8, 4.2 * max(map(len, panels))), 2.8 * len(panels) + 1.2), layout="constrained")
+    figure = Figure(figsize=(max(8, 4.2 * max(map(len, panels))), 2.8 * len(panels) + 1.2),
+                    layout="constrained")
     handles = {}
     for axes, row in zip(figure.subplots(len(panels), max(map(len, panels)), squeeze=False), panels):
         for ax in axes[len(row):]:
