@@ -603,11 +603,11 @@ def finish_dco(args, env, skills, rows, run_dir):
 
 # ============================================================================= DIAYN: SAC and a discriminator
 class Replay:
-    """The newest transitions as float32 rows: obs, action, next obs, skill. Small integers are exact."""
+    """The newest transitions as float32 rows of columns with the given widths. Small integers are exact."""
 
-    def __init__(self, size, obs_width, action_width):
-        self.rows = np.zeros((size, 2 * obs_width + action_width + 1), dtype=np.float32)
-        self.splits = np.cumsum([obs_width, action_width, obs_width])
+    def __init__(self, size, widths):
+        self.rows = np.zeros((size, sum(widths)), dtype=np.float32)
+        self.splits = np.cumsum(widths)[:-1].tolist()
         self.position, self.filled = 0, 0
 
     def add(self, *columns):
@@ -618,9 +618,13 @@ class Replay:
         self.filled = min(self.filled + len(rows), len(self.rows))
 
     def sample(self, shape, rng):
-        """Independent rows, as tensors [*shape, width] of obs, action, next obs and skill."""
+        """Independent rows: a tensor [*shape, width] of each column."""
         return torch.as_tensor(self.rows[rng.integers(self.filled, size=shape)]).tensor_split(
-            self.splits.tolist(), dim=-1)
+            self.splits, dim=-1)
+
+    def load(self, rows, position):
+        """Goes on from the filled rows of another one."""
+        self.rows[: len(rows)], self.filled, self.position = rows, len(rows), position
 
 
 def make_diayn(args, env):
@@ -723,7 +727,8 @@ def train_diayn(args, env, variant):
             [parameter for net in nets for parameter in networks[net].parameters()],
             lr=args.learning_rate, fused=True) for name, nets in groups.items()}
         skills = Skills(args, env, networks)
-        replay = Replay(args.buffer_size, 1 if discrete(env) else env.obs_size, env.action_shape[0])
+        width = 1 if discrete(env) else env.obs_size
+        replay = Replay(args.buffer_size, (width, env.action_shape[0], width, 1))  # obs, action, next obs, skill
         far_cells = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
         run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {},
                "visited": torch.zeros(env.num_cells, dtype=torch.bool),
@@ -738,9 +743,7 @@ def train_diayn(args, env, variant):
             targets.load_state_dict(checkpoint["targets"])
             for name, optimizer in optimizers.items():
                 optimizer.load_state_dict(checkpoint["optimizers"][name])
-            stored = checkpoint["replay"].numpy()
-            replay.rows[: len(stored)], replay.filled, replay.position = (
-                stored, len(stored), checkpoint["position"])
+            replay.load(checkpoint["replay"].numpy(), checkpoint["position"])
             env.set_state(checkpoint["env"])
             rng.bit_generator.state = checkpoint["rng"]
             run.update({key: checkpoint[key] for key in run})

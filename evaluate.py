@@ -35,12 +35,13 @@ E6  Shaping: an ant that falls on its back in training begins anew, and counts a
 
 import csv
 import io
+import itertools
 import math
 import re
 import shlex
 import sys
 import time
-from collections import namedtuple
+from collections import deque, namedtuple
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -433,10 +434,10 @@ def policy_scores(path, recent, tries=64, steps=1000):
     """What trained policies of tatc.py on an ant maze can do without a task -> {metric: value}.
 
     travel: share of 1x1 cells from which, in a state of the ants of the last updates (`recent`), some skill
-    ends 3 units away or more after c steps; travel_rest: share of free positions from which, in the reset
-    pose, it does; used: number of skills that travel somewhere; reaches_end, fallen, furthest: share of
-    `tries` of pi_hi from s0 that come within 4 units of the far end, share on their back after `steps`, and
-    mean of the furthest distance from s0.
+    ends 3 units away or more after c steps; used: number of skills that do so somewhere; distance: mean over
+    the cells of how far the best skill gets; reaches_end, fallen, furthest: share of `tries` of pi_hi from s0
+    that come within 4 units of the far end, share on their back after `steps`, and mean of the furthest
+    distance from s0.
     """
     rng = np.random.default_rng(0)
     args, env, networks, omega = tatc.load(path)
@@ -447,11 +448,8 @@ def policy_scores(path, recent, tries=64, steps=1000):
     def policy(obs, skill):
         return tatc.skill_policy(networks["pi_low"], omega, env.action_shape, obs, skill)
 
-    def travels(starts):  # [n, starts]
-        traces = env.skill_traces(policy, len(omega), starts, args.skill_length)
-        return np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1) >= 3.0
-
-    own, rest = travels(own), travels(env.truth_obs)
+    traces = env.skill_traces(policy, len(omega), own, args.skill_length)
+    distance = np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1)  # [n, cells]
     _, runner, skills, pi_hi = load_skills(path, tries, 0, rng)
     far_end = env.truth_xy[env.distance[env.start_index].argmax()]
     reached, furthest = np.zeros(tries, dtype=bool), np.zeros(tries)
@@ -462,8 +460,9 @@ def policy_scores(path, recent, tries=64, steps=1000):
     for obs in run_skills(runner, skills, choose, steps, args.skill_length):
         reached |= np.linalg.norm(obs[:, :2] - far_end, axis=-1) <= 4.0
         furthest = np.maximum(furthest, env.geodesic(obs[:, :2], np.zeros(2)))
-    return {"travel": own.any(0).mean(), "travel_rest": rest.any(0).mean(), "used": own.any(1).sum(),
-            "reaches_end": reached.mean(), "fallen": runner.fallen().mean(), "furthest": furthest.mean()}
+    return {"travel": (distance.max(0) >= 3).mean(), "used": (distance.max(1) >= 3).sum(),
+            "distance": distance.max(0).mean(), "reaches_end": reached.mean(),
+            "fallen": runner.fallen().mean(), "furthest": furthest.mean()}
 
 
 def collect_scores(args):
@@ -614,57 +613,6 @@ def make_reward(kind, env, phi):
     return lambda obs: (factor * plain(obs)).astype(np.float32)
 
 
-class AntReplay:
-    """Transitions of N ants in lock-step; obs [T, N, 29] holds each state once: the next is the next row.
-
-    An episode of K steps takes K + 1 rows: the last holds the final states, from which values are
-    bootstrapped, and no transition. `usable` [T, N] marks what may be drawn. After a terminal state the next
-    row may hold another episode's first.
-    """
-
-    ARRAYS = ("obs", "actions", "progress", "terminated", "usable")
-
-    def __init__(self, capacity, num_envs, horizon):
-        self.rows = -(-capacity // num_envs)
-        self.rows += -(-self.rows // horizon) + 1
-        self.obs = np.zeros((self.rows, num_envs, 29), np.float32)
-        self.actions = np.zeros((self.rows, num_envs, 8), np.float32)
-        self.progress = np.zeros((self.rows, num_envs), np.float32)
-        self.terminated = np.zeros((self.rows, num_envs), bool)
-        self.usable = np.zeros((self.rows, num_envs), bool)
-        self.row, self.filled = 0, 0  # next to write; rows that hold something
-
-    def add(self, obs, actions, progress, terminated, next_obs, usable, last):
-        """One step of all ants; `last`: the episodes end here, and the next `obs` are not these next_obs."""
-        row, following = self.row, (self.row + 1) % self.rows
-        for name, value in zip(self.ARRAYS, (obs, actions, progress, terminated, usable)):
-            getattr(self, name)[row] = value
-        self.obs[following], self.usable[following] = next_obs, False
-        self.filled = max(self.filled, row + 1, following + 1)
-        self.row = (following + int(last)) % self.rows
-
-    def sample(self, count, rng):
-        """count transitions, uniformly: obs, actions, progress, terminated, next_obs as tensors."""
-        num_envs, usable = self.obs.shape[1], self.usable.reshape(-1)
-        index = rng.integers(self.filled * num_envs, size=count)
-        while len(bad := np.flatnonzero(~usable[index])):
-            index[bad] = rng.integers(self.filled * num_envs, size=len(bad))
-        following = (index + num_envs) % (self.rows * num_envs)
-        flat = [getattr(self, name).reshape(self.rows * num_envs, -1) for name in self.ARRAYS[:4]]
-        obs, actions, progress, terminated, next_obs = (
-            torch.from_numpy(array[rows]) for array, rows in zip([*flat, flat[0]], [index] * 4 + [following]))
-        return obs, actions, progress[:, 0], terminated[:, 0], next_obs
-
-    def state(self):
-        arrays = {name: torch.from_numpy(getattr(self, name)[: self.filled]) for name in self.ARRAYS}
-        return arrays | {"row": self.row}
-
-    def load(self, state):
-        self.row, self.filled = state["row"], len(state["obs"])
-        for name in self.ARRAYS:
-            getattr(self, name)[: self.filled] = state[name].numpy()
-
-
 class Mlps(nn.Module):
     """Networks with two hidden ReLU layers in batched products: x [n, inputs] -> [copies, n, outputs]."""
 
@@ -683,14 +631,6 @@ class Mlps(nn.Module):
         return x
 
 
-def squash(outputs, noise):
-    """Torques [n, 8], log density [n]: a Gaussian (mean, log deviation in outputs [n, 16]) through tanh."""
-    mean, log_std = outputs[:, :8], outputs[:, 8:].clamp(-20, 2)
-    before = mean + log_std.exp() * noise
-    log_slope = 2 * (math.log(2) - before - F.softplus(-2 * before))  # log(1 - tanh^2)
-    return before.tanh(), (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi) - log_slope).sum(-1)
-
-
 def sac_target(progress, terminated, next_values, next_log_prob, gamma, alpha):
     """progress + gamma (min_i C_i(s', a') - alpha log pi(a'|s')), [n], next_values [2, n]; 0 follows an end.
 
@@ -698,21 +638,21 @@ def sac_target(progress, terminated, next_values, next_log_prob, gamma, alpha):
     r(s') - r(s) + gamma C(s'): progress = r(s') - r(s) takes the reward's place. An ant on its back has
     V(s') = r(s') / (1 - gamma), so C(s') = 0.
     """
-    return progress + gamma * ~terminated * (next_values.amin(0) - alpha * next_log_prob)
+    return progress + gamma * (1 - terminated) * (next_values.amin(0) - alpha * next_log_prob)
 
 
 def sac_update(args, networks, optimizers, batch):
     """One step of the twin critics, of the actor through the new critics, and of the target critics.
 
-    batch: that of AntReplay.sample, observations times obs_scale. The critics are C of E5, so alpha is times
-    1 - gamma as well.
+    batch: obs [n, 29] and next_obs times obs_scale, actions [n, 8], progress and terminated [n]. The critics
+    are C of E5, so alpha is times 1 - gamma as well.
     """
-    obs, actions, progress, terminated, next_obs = batch
+    obs, actions, next_obs, progress, terminated = batch
     actor, critics, targets = networks["actor"], networks["critics"], networks["targets"]
     noise, next_noise = torch.randn(2, len(obs), 8)
     alpha = args.alpha * (1 - args.gamma)
     with torch.no_grad():
-        next_actions, next_log_prob = squash(actor(next_obs)[0], next_noise)
+        next_actions, next_log_prob = baselines.squashed_gaussian(actor(next_obs)[0], next_noise)
         next_values = targets(torch.cat([next_obs, next_actions], dim=-1))[..., 0]
         target = sac_target(progress, terminated, next_values, next_log_prob, args.gamma, alpha)
     values = critics(torch.cat([obs, actions], dim=-1))[..., 0]  # [2, n]
@@ -720,15 +660,12 @@ def sac_update(args, networks, optimizers, batch):
     optimizers["critics"].zero_grad()
     critic_loss.backward()
     optimizers["critics"].step()
-    new_actions, log_prob = squash(actor(obs)[0], noise)
+    new_actions, log_prob = baselines.squashed_gaussian(actor(obs)[0], noise)
     actor_loss = (alpha * log_prob - critics(torch.cat([obs, new_actions], dim=-1))[..., 0].amin(0)).mean()
     optimizers["actor"].zero_grad()
     actor_loss.backward(inputs=list(actor.parameters()))  # the critics' own gradients are not needed
     optimizers["actor"].step()
-    with torch.no_grad():
-        tau = 1 - (1 - args.tau) ** (1 / args.update_ratio)
-        for slow, fast in zip(targets.parameters(), critics.parameters()):
-            slow.lerp_(fast, tau)
+    baselines.polyak(targets, critics, 1 - (1 - args.tau) ** (1 / args.update_ratio))
 
 
 class Sac:
@@ -746,14 +683,14 @@ class Sac:
         self.optimizers = {
             name: torch.optim.Adam(self.networks[name].parameters(), lr=args.learning_rate, fused=True)
             for name in ("actor", "critics")}
-        self.replay = AntReplay(args.steps, args.num_envs, args.horizon)
+        self.replay = baselines.Replay(args.steps, (29, 8, 29, 1, 1))  # as in sac_update's batch
         self.moves, self.updates = 0, 0  # steps of all ants together; gradient steps
 
     @torch.no_grad()
     def act(self, obs, noise=0.0):
         """Torques [N, 8] at obs [N, 29]: deterministic, or sampled with standard normal noise [N, 8]."""
-        return squash(self.networks["actor"](torch.as_tensor(obs) * self.obs_scale)[0],
-                      torch.as_tensor(noise))[0].numpy()
+        return baselines.squashed_gaussian(self.networks["actor"](torch.as_tensor(obs) * self.obs_scale)[0],
+                                           torch.as_tensor(noise))[0].numpy()
 
     def step(self):
         args, env, obs = self.args, self.env, self.env.obs
@@ -766,7 +703,8 @@ class Sac:
         before, after = args.reward_factor * self.reward(np.concatenate([obs, next_obs])).reshape(2, -1)
         terminated = env.fallen() & args.end_on_fall
         last = self.moves % args.horizon == 0
-        self.replay.add(obs, actions, after - before, terminated, next_obs, ~env.last_diverged, last)
+        good = ~env.last_diverged
+        self.replay.add(obs[good], actions[good], next_obs[good], (after - before)[good], terminated[good])
         if last or terminated.any():
             env.place(terminated | last, "s0")
         left = max(0.0, 1 - self.moves * args.num_envs / args.steps)  # share of the steps
@@ -775,9 +713,9 @@ class Sac:
                                                                     if args.anneal else 1.0)
         due = int(args.update_ratio * (self.moves * args.num_envs - args.warmup)) - self.updates
         if due > 0:
-            obs, *parts, next_obs = self.replay.sample(due * args.batch_size, self.rng)
-            parts = (obs * self.obs_scale, *parts, next_obs * self.obs_scale)
-            for batch in zip(*(part.split(args.batch_size) for part in parts)):
+            obs, actions, next_obs, progress, terminated = self.replay.sample((due, args.batch_size), self.rng)
+            for batch in zip(obs * self.obs_scale, actions, next_obs * self.obs_scale, progress[..., 0],
+                             terminated[..., 0]):
                 sac_update(args, self.networks, self.optimizers, batch)
             self.updates += due
 
@@ -785,7 +723,8 @@ class Sac:
         return {"networks": self.networks.state_dict(), "moves": self.moves, "updates": self.updates,
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
                 "rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state(),
-                "replay": self.replay.state(), "env": gridworld.as_tensors(self.env.get_state())}
+                "replay": torch.as_tensor(self.replay.rows[: self.replay.filled]),
+                "position": self.replay.position, "env": gridworld.as_tensors(self.env.get_state())}
 
     def load(self, state):
         self.networks.load_state_dict(state["networks"])
@@ -795,7 +734,7 @@ class Sac:
         self.rng.bit_generator.state = state["rng"]
         torch.set_rng_state(state["torch_rng"])
         self.env.set_state(state["env"])
-        self.replay.load(state["replay"])
+        self.replay.load(state["replay"].numpy(), state["position"])
 
 
 def judge_policy(env, act, reward, horizon, seed):
@@ -1060,12 +999,12 @@ def evaluate_skills(args):
 # ======================================================================================================= film
 @dataclass
 class Film:
-    """An ant under the trained policies of tatc.py, from s0, as pictures (.png) and a .gif. Needs OpenGL."""
+    """An ant under the trained policies of tatc.py, from s0, as a .gif. Needs OpenGL."""
 
     run: str
     """run directory or checkpoint of tatc.py on an ant maze"""
     path: str = "film.gif"
-    """where the animation goes; the strip gets the ending .png"""
+    """where the animation goes"""
     seed: int = 0
     """seed of the ants; the first of 64 that comes within 4 units of the far end is shown, or the one that
     comes nearest"""
@@ -1099,15 +1038,8 @@ def draw_film(args):
         pictures.append(picture.quantize(64))
     camera.close()
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=80, loop=0)
-    figure = Figure(figsize=(10, 2.2), layout="constrained")
-    for ax, share in zip(figure.subplots(1, 5), np.linspace(0, 1, 5)):
-        ax.imshow(pictures[round(share * (args.frames - 1))].convert("RGB"))
-        ax.set_title(f"step {round(share * last)}", fontsize=9)
-        ax.axis("off")
-    figure.savefig(path.with_suffix(".png"), dpi=90)
     end = f"after {last}" if arrived[ant] else "did not"
-    print(f"{path}, {path.with_suffix('.png')}: {arrived.sum()} of 64 ants arrived within {args.steps} "
-          f"steps, this one {end}")
+    print(f"{path}: {arrived.sum()} of 64 ants arrived within {args.steps} steps, this one {end}")
 
 
 # ====================================================================================================== speed
@@ -1122,31 +1054,32 @@ class Speed:
 
 
 def measure_loop(rounds, updates=10):
-    """Steps per CPU second of tatc.py's loop on AntMaze-1 and of mujoco.batch, [(name, value)] per round."""
+    """Steps per CPU second of tatc.py's loop on AntMaze-1, and of mujoco.batch with the same torques from the
+    same states, [(name, value)] per round."""
     args = tatc.Args(env="antmaze1")
     env, _ = tatc.prepare(args)
     networks, omega, rng = tatc.make_networks(args, env), tatc.make_directions(args), np.random.default_rng(0)
-    optimizers, recent = tatc.make_optimizers(args, networks), []
-    bare, _ = antmaze.bare_loop(env.model, args.num_envs, 1, 0)
-    torques = rng.integers(0, 5, (100, args.num_envs, 8)) / 2 - 1
-    steps, found, skills = updates * args.skill_length, [], args.episode_length // args.skill_length
+    optimizers, recent = tatc.make_optimizers(args, networks), deque(maxlen=args.phi_memory)
+    bare, states = antmaze.bare_loop(env.model, args.num_envs, 1, 0)
+    found, skills = [], args.episode_length // args.skill_length
     for _ in range(rounds + 1):  # the first one warms up, and fills phi's memory
-        begin = time.process_time()
+        spent = dict.fromkeys(("tatc.py, whole loop", "mujoco.batch, same steps"), 0.0)
         for number in range(updates):
+            begin = time.process_time()
             if number % skills == 0:
                 walks = tatc.start_episodes(args, env, rng)
-            batch = tatc.rollout(args, env, networks, omega, walks, rng)
-            obs, skill = batch[0], batch[2]
-            recent = [*recent[1 - args.phi_memory:], (obs[0, :, :: args.pair_gap], torch.as_tensor(walks))]
+            batch = obs, actions, skill, _ = tatc.rollout(args, env, networks, omega, walks, rng)
+            recent.append((obs[0, :, :: args.pair_gap], torch.as_tensor(walks)))
             ends = number % skills == skills - 1  # as often as an episode does; its length is no matter here
             episode = (obs[0, :, :1], obs[0, :, -1], skill.T) if ends else None
             tatc.update(args, networks, optimizers, omega, batch, episode, recent, rng)
-        middle = time.process_time()
-        for t in range(steps):
-            bare(torques[t % 100])
-        end = time.process_time()
-        found += [("tatc.py, whole loop", steps * args.num_envs / (middle - begin)),
-                  ("mujoco.batch, same model", steps * args.num_envs / (end - middle))]
+            spent["tatc.py, whole loop"] += time.process_time() - begin
+            states[:], torques = obs[0, :, 0], actions[0].numpy().swapaxes(0, 1) / 2 - 1
+            begin = time.process_time()
+            for torque in torques:
+                bare(torque)
+            spent["mujoco.batch, same steps"] += time.process_time() - begin
+        found += [(name, updates * args.skill_length * args.num_envs / cost) for name, cost in spent.items()]
     return found[2:]
 
 
@@ -1237,61 +1170,59 @@ def evaluate_speed(args):
 
 # ====================================================== experiments: one list behind plan, tables and figures
 GRIDS, ANTS, SEEDS = tuple(gridworld.MAZES), ("antmaze1", "antmaze2"), tuple(range(10, 15))
-Training = namedtuple("Training", "experiment label command envs seeds minutes")
-Evaluation = namedtuple("Evaluation", "experiment label command envs run_seeds minutes")
+Entry = namedtuple("Entry", "experiment label command envs seeds minutes")
 ALLO = "laprep.py --prior uniform --objective allo --reachability --dim 10 --data offline"
 TRAININGS = (
-    Training("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 2.5),
-    Training("ablation", "TATC, beta' = 0", "tatc.py --boredom-coef 0", GRIDS, SEEDS, 2.5),
-    Training("ablation", "TATC, entropy 0.1", "tatc.py --low-entropy-coef 0.1", GRIDS, SEEDS, 2.5),
-    Training("ablation", "TATC, entropy 0.1, beta' = 0", "tatc.py --low-entropy-coef 0.1 --boredom-coef 0",
-             GRIDS, SEEDS, 2.5),
-    Training("ablation", "TATC, beta' = 0, uniform prior", "tatc.py --boredom-coef 0 --prior uniform",
-             GRIDS, SEEDS, 2.5),
-    *(Training("readings", f"TATC, {reading}, beta' = {coef}",
-               f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}",
-               ("umaze",), SEEDS[:3], 1.5)
+    Entry("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 2.5),
+    *(Entry("ablation", f"TATC, {name}", f"tatc.py {flags}", envs, SEEDS, 2.5) for name, flags, envs in (
+        ("beta' = 0", "--boredom-coef 0", GRIDS),
+        ("entropy 0.1", "--low-entropy-coef 0.1", ("tmaze", "4rooms")),
+        ("entropy 0.1, beta' = 0", "--low-entropy-coef 0.1 --boredom-coef 0", ("tmaze", "4rooms")),
+        ("entropy 1", "--low-entropy-coef 1", ("umaze",)),
+        ("beta' = 0, uniform prior", "--boredom-coef 0 --prior uniform", GRIDS),
+        ("one skill per update", "--skills-per-update 1", GRIDS))),
+    *(Entry("readings", f"TATC, {reading}, beta' = {coef}",
+            f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}", ("umaze",), SEEDS[:3], 1.5)
       for reading, coefs in (("sum", ("0.002", "0.01", "0.05", "0.2", "2")),
                              ("mean", ("0.02", "0.1", "0.5", "2")))
       for coef in coefs),
-    *(Training("laprep", f"Lap-rep (s0), d = {dim}", "laprep.py" + (f" --dim {dim}" if dim != 2 else ""),
-               GRIDS, SEEDS, 1.8)
+    *(Entry("laprep", f"Lap-rep (s0), d = {dim}", "laprep.py" + (f" --dim {dim}" if dim != 2 else ""),
+            GRIDS, SEEDS, 1.8)
       for dim in (2, 3, 5, 10)),
-    Training("laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", GRIDS, SEEDS, 1.8),
-    Training("laprep", "RA-LapRep (uniform), d = 10", f"{ALLO} --samples 200000 --updates 10000",
-             GRIDS, SEEDS, 2.5),
-    Training("antmaze", "TATC", "tatc.py", ANTS, SEEDS, 36),
-    Training("antmaze", "TATC", "tatc.py", ("antmaze-large",), SEEDS, 40),
-    Training("ants-ablation", "TATC, beta' = 0", "tatc.py --boredom-coef 0", ("antmaze1",), SEEDS[:3], 36),
-    Training("ants-ablation", "TATC, vanilla A2C",
-             "tatc.py --policy-update a2c --skills-per-update 5 --updates 2500",
-             ("antmaze1",), SEEDS[:3], 75),
-    Training("ants-laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", ANTS, SEEDS, 3),
-    Training("ants-laprep", "Lap-rep (s0), d = 2", "laprep.py", ANTS, SEEDS, 3),
-    Training("ants-laprep", "RA-LapRep (uniform), d = 10", ALLO, ANTS, SEEDS, 6),
-    Training("skills", "DCO", "baselines_dco_diayn.py dco", ("antmaze1",), SEEDS[:3], 50),
-    Training("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
+    *(Entry("laprep", f"Lap-rep (s0), d = {dim}, beta = {beta}", f"laprep.py --dim {dim} --beta {beta}",
+            GRIDS, SEEDS[:3], 1.8)
+      for dim in (2, 3) for beta in ("1", "2.5")),
+    Entry("laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", GRIDS, SEEDS, 1.8),
+    Entry("laprep", "RA-LapRep (uniform), d = 10", f"{ALLO} --samples 200000 --updates 10000",
+          GRIDS, SEEDS, 2.5),
+    Entry("antmaze", "TATC", "tatc.py", (*ANTS, "antmaze-large"), SEEDS, 36),
+    Entry("ants-ablation", "TATC, beta' = 0", "tatc.py --boredom-coef 0", ("antmaze1",), SEEDS[:3], 36),
+    Entry("ants-ablation", "TATC, vanilla A2C",
+          "tatc.py --policy-update a2c --skills-per-update 5 --updates 2500", ("antmaze1",), SEEDS[:3], 75),
+    Entry("ants-laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", ANTS, SEEDS, 3),
+    Entry("ants-laprep", "Lap-rep (s0), d = 2", "laprep.py", ANTS, SEEDS, 3),
+    Entry("ants-laprep", "RA-LapRep (uniform), d = 10", ALLO, ANTS, SEEDS, 6),
+    Entry("skills", "DCO", "baselines_dco_diayn.py dco", ("antmaze1",), SEEDS[:3], 50),
+    Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
 )
-LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
-EVALUATIONS = (
-    *(Evaluation(name, label, f"evaluate.py {name}", GRIDS, SEEDS, 0.8)
-      for name in ("prediction", "control") for label in ("TATC", *LAPREPS, "exact eigenvectors", "one-hot")),
-    *(Evaluation("shaping", label, f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26)
-      for label in ("TATC", "Lap-rep (uniform), d = 2", "RA-LapRep (uniform), d = 10", "Lap-rep (s0), d = 2")
-      for reward in ("dense", "mix")),
-    *(Evaluation("shaping", label, f"evaluate.py shaping --reward {label}", ANTS, SEEDS[:3], 26)
-      for label in ("sparse", "xy", "fiedler")),
-    Evaluation("skills", "TATC", "evaluate.py skills", ("antmaze1",), SEEDS, 3),
-    Evaluation("skills", "random choices of TATC", "evaluate.py skills --floor choices",
-               ("antmaze1",), SEEDS, 3),
-    Evaluation("skills", "DCO", "evaluate.py skills", ("antmaze1",), SEEDS[:3], 5),
-    Evaluation("skills", "DIAYN", "evaluate.py skills", ("antmaze1",), SEEDS[:3], 3),
-    *(Evaluation("skills", f"random {floor}", f"evaluate.py skills --floor {floor}",
-                 ("antmaze1",), SEEDS[:3], 3)
-      for floor in ("actions", "skills")),
-)
+# The label of an evaluation is that of the training whose run it takes, or one of NO_RUN.
 NO_RUN = {"exact eigenvectors": "--features exact", "one-hot": "--features onehot", "sparse": "", "xy": "",
           "fiedler": "", "random actions": "", "random skills": ""}
+LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
+EVALUATIONS = (
+    *(Entry(name, label, f"evaluate.py {name}", GRIDS, SEEDS, 0.8) for name in ("prediction", "control")
+      for label in ("TATC", *LAPREPS, "exact eigenvectors", "one-hot")),
+    *(Entry("shaping", label, f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26)
+      for label in ("TATC", "Lap-rep (uniform), d = 2", "RA-LapRep (uniform), d = 10", "Lap-rep (s0), d = 2")
+      for reward in ("dense", "mix")),
+    *(Entry("shaping", label, f"evaluate.py shaping --reward {label}", ANTS, SEEDS[:3], 26)
+      for label in ("sparse", "xy", "fiedler")),
+    *(Entry("skills", label, f"evaluate.py skills {flags}".strip(), ("antmaze1",), seeds, 4)
+      for label, flags, seeds in (
+          ("TATC", "", SEEDS), ("random choices of TATC", "--floor choices", SEEDS), ("DCO", "", SEEDS[:3]),
+          ("DIAYN", "", SEEDS[:3]), ("random actions", "--floor actions", SEEDS[:3]),
+          ("random skills", "--floor skills", SEEDS[:3]))),
+)
 EXPERIMENTS = tuple(dict.fromkeys(entry.experiment for entry in (*TRAININGS, *EVALUATIONS)))
 
 
@@ -1326,70 +1257,46 @@ class Plan:
 
     experiment: tuple[Literal[EXPERIMENTS], ...] = EXPERIMENTS
     """what to plan, with the trainings that it needs"""
-    stage: Optional[Literal["train", "evaluate", "figures"]] = None
+    stage: Optional[Literal["train", "score", "evaluate", "figures"]] = None
     """only these lines"""
     results_dir: str = "results"
     """where the rows go"""
-    smoke: bool = False
-    """budgets of seconds and one seed: tries the plan, not the methods"""
-
-
-# Budgets of seconds instead of minutes, for trying a plan out.
-SMOKE = {"tatc.py": "--updates 4 --log-every 2 --num-envs 4",
-         "laprep.py": "--updates 20 --samples 2000 --log-every 10 --batch-size 16",
-         "baselines_dco_diayn.py dco": "--samples 1000 --f-updates 4 --policy-updates 4 --num-skills 2 "
-                                       "--skill-length 10",
-         "baselines_dco_diayn.py diayn": "--updates 20 --learning-starts 100 --skill-length 10",
-         "evaluate.py prediction": "--updates 4 --log-every 2",
-         "evaluate.py control": "--updates 4 --log-every 2",
-         "evaluate.py shaping": "--steps 1000 --eval-every 500 --horizon 20 --warmup 100",
-         "evaluate.py skills": "--episodes 8 --horizon 20 --skill-length 10 --rollouts 2"}
 
 
 def plan_commands(args):
     """[(stage, command, core-minutes)] of a plan, in order, each command once."""
-    lines = {}
-    results = f"--results-dir {shlex.quote(args.results_dir)}"
+    minutes_of, results = {}, f"--results-dir {shlex.quote(args.results_dir)}"
 
-    def smoke(command):
-        script = next(name for name in SMOKE if command.startswith(name))
-        return f"{command} {SMOKE[script]}" if args.smoke else command
+    def add(stage, command, minutes):
+        minutes_of.setdefault((stage, f"python {command}"), minutes)
 
     def train(entry, env, seed):
         """The run directory of a training, whose lines join the plan."""
-        command = smoke(entry.command)
-        script, variant, env_name = run_of(command, env)
+        script, variant, env_name = run_of(entry.command, env)
         run = shlex.quote(f"runs/{script}/{env_name}/{variant}/seed{seed}")
-        lines.setdefault(("train", f"{command} --env {env} --seed {seed} --resume"), entry.minutes)
-        lines.setdefault(("evaluate", f"evaluate.py scores {results} --runs {run}"),
-                         1 if env in antmaze.MAZES else 0.1)
+        add("train", f"{entry.command} --env {env} --seed {seed} --resume", entry.minutes)
+        add("score", f"evaluate.py scores {results} --runs {run}", 1 if env in antmaze.MAZES else 0.1)
         return run
 
-    for entry in TRAININGS:
-        if entry.experiment in args.experiment:
-            for env in entry.envs:
-                for seed in entry.seeds[:1] if args.smoke else entry.seeds:
-                    train(entry, env, seed)
-    for entry in EVALUATIONS:
-        if entry.experiment in args.experiment:
-            for env in entry.envs:
-                for seed in entry.run_seeds[:1] if args.smoke else entry.run_seeds:
-                    if entry.label in NO_RUN:
-                        source = f"{NO_RUN[entry.label]} --env {env} --seed {seed}".strip()
-                        sources = [source]
-                    else:
-                        run = train(trained(entry.label.removeprefix("random choices of "), env), env, seed)
-                        sources = [f"--run {run} --seed {again}"
-                                   for again in range(1 if entry.experiment != "skills" or args.smoke else 3)]
-                    for source in sources:
-                        lines.setdefault(("evaluate", f"{smoke(entry.command)} {source} --resume {results}"),
-                                         entry.minutes)
-    lines["figures", f"evaluate.py figures {results}"] = 1
-    order = ("train", "evaluate", "figures")
-    found = [(stage, f"python {command}", minutes) for (stage, command), minutes in lines.items()
+    for entry in (*TRAININGS, *EVALUATIONS):
+        for env, seed in itertools.product(entry.envs, entry.seeds):
+            if entry.experiment not in args.experiment:
+                continue
+            if entry in TRAININGS:
+                train(entry, env, seed)
+            elif entry.label in NO_RUN:
+                source = f"{NO_RUN[entry.label]} --env {env} --seed {seed}".strip()
+                add("evaluate", f"{entry.command} {source} --resume {results}", entry.minutes)
+            else:
+                run = train(trained(entry.label.removeprefix("random choices of "), env), env, seed)
+                for again in range(3 if entry.experiment == "skills" else 1):
+                    add("evaluate", f"{entry.command} --run {run} --seed {again} --resume {results}",
+                        entry.minutes)
+    add("figures", f"evaluate.py figures {results}", 1)
+    stages = ("train", "score", "evaluate", "figures")
+    found = [(stage, command, minutes) for (stage, command), minutes in minutes_of.items()
              if args.stage in (None, stage)]
-    return sorted(found, key=lambda line: (
-        order.index(line[0]), line[1].startswith("python evaluate.py") and "scores" not in line[1]))
+    return sorted(found, key=lambda line: stages.index(line[0]))
 
 
 def print_plan(args):

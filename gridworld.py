@@ -4,8 +4,9 @@
     python gridworld.py --maze my.txt    # the same for a maze of your own
 
 A state is an integer index; the paper's one-hot code is its row of the identity. Coordinates are (x, y),
-1-based, y up. The paper gives the mazes' sizes and goals in its text and their shapes in figures without cell
-counts; results/README.md lists the corridor widths and door positions that were tried.
+1-based, y up. The paper gives the mazes' sizes, goals and the episode length K, "around" the distance of the
+furthest state, but no cell counts. U-Maze's furthest state is 85 steps away (K = 90; 79 with a corridor 5
+wide), 4-rooms' 59 (K = 60; 56 with doors 3 wide), T-Maze's 53 (K = 40): as far as its goal, at any width.
 
 The file also holds what every script needs and no algorithm is about: the one reader of maze text, the one
 line that bad input gets (`guarded`), run directories that resume bit for bit, and scores and pictures of phi
@@ -41,21 +42,16 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from matplotlib.figure import Figure
 
 MAZES = {
-    # 30x30, corridor 5 wide along the bottom, the right side and the top; goal (1, 30), 79 steps from (1, 1).
-    "umaze": "\n".join(
-        ["G" + 29 * "."] + 4 * [30 * "."] + 20 * [25 * "#" + 5 * "."] + 4 * [30 * "."] + ["S" + 29 * "."]
-    ),
+    # 30x30, corridor 2 wide along the bottom, the right side and the top; goal (1, 30), 85 steps from (1, 1).
+    "umaze": "\n".join(["G" + 29 * ".", 30 * "."] + 26 * [28 * "#" + ".."] + [30 * ".", "S" + 29 * "."]),
     # 40x30, inverted T: bottom corridor 5 high, stem in columns 16-25; goal (25, 30), 53 steps from (1, 1).
-    "tmaze": "\n".join(
-        [15 * "#" + 9 * "." + "G" + 15 * "#"] + 24 * [15 * "#" + 10 * "." + 15 * "#"]
-        + 4 * [40 * "."] + ["S" + 39 * "."]
-    ),
-    # 21x21, doors 3 wide from room 1 (bottom left) to 2 (right) to 3 (top right) to 4 (top left), not 1 to 4.
-    "4rooms": "\n".join(
-        ["G" + 9 * "." + "#" + 10 * "."] + 2 * [10 * "." + "#" + 10 * "."] + 3 * [21 * "."]
-        + 4 * [10 * "." + "#" + 10 * "."] + [18 * "#" + "..."] + 4 * [10 * "." + "#" + 10 * "."]
-        + 3 * [21 * "."] + 2 * [10 * "." + "#" + 10 * "."] + ["S" + 9 * "." + "#" + 10 * "."]
-    ),
+    "tmaze": "\n".join([15 * "#" + 9 * "." + "G" + 15 * "#"] + 24 * [15 * "#" + 10 * "." + 15 * "#"]
+                       + 4 * [40 * "."] + ["S" + 39 * "."]),
+    # 21x21, doors of one cell from room 1 (bottom left) to 2 (right) to 3 (top right) to 4 (top left), none
+    # from 1 to 4; goal (1, 21), 58 steps from (1, 1).
+    "4rooms": "\n".join(["G" + 9 * "." + "#" + 10 * "."] + 3 * [10 * "." + "#" + 10 * "."] + [21 * "."]
+                        + 5 * [10 * "." + "#" + 10 * "."] + [19 * "#" + ".#"] + 5 * [10 * "." + "#" + 10 * "."]
+                        + [21 * "."] + 3 * [10 * "." + "#" + 10 * "."] + ["S" + 9 * "." + "#" + 10 * "."]),
 }
 TITLES = {"umaze": "U-Maze", "tmaze": "T-Maze", "4rooms": "4-rooms"}
 MOVES = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (dx, dy) of the actions: up, right, down, left

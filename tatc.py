@@ -48,7 +48,8 @@ from gridworld import UsageError
 # indices; "vectors" is the ants and any other with float vectors. What is missing here comes from the way the
 # policies learn, below.
 DEFAULTS = {
-    "umaze": dict(reset_prob=0.3, random_walk_prob=0.4, episode_length=90, skill_length=30),
+    "umaze": dict(reset_prob=0.3, random_walk_prob=0.4, episode_length=90, skill_length=30,
+                  low_entropy_coef=0.1),
     "tmaze": dict(reset_prob=0.2, random_walk_prob=0.4, episode_length=40, skill_length=20),
     "4rooms": dict(reset_prob=0.25, random_walk_prob=0.5, episode_length=60, skill_length=20),
     "indices": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20, boredom_coef=2.0, pair_gap=1,

@@ -96,8 +96,8 @@ def through_a_file(tree):
 
 
 @pytest.mark.parametrize("name, shape, steps", [  # steps from (1, 1), the goal's first
-    ("umaze", (30, 30), {(1, 30): 79}), ("tmaze", (30, 40), {(25, 30): 53, (40, 1): 39}),
-    ("4rooms", (21, 21), {(1, 21): 56})])
+    ("umaze", (30, 30), {(1, 30): 85}), ("tmaze", (30, 40), {(25, 30): 53, (40, 1): 39}),
+    ("4rooms", (21, 21), {(1, 21): 58})])
 def test_moves_and_distances_against_brute_force_and_the_papers_sizes(name, shape, steps):
     env, rows, goal = gridworld.make(name, 1, 0), gridworld.MAZES[name].split("\n"), next(iter(steps))
     free = {(x + 1, len(rows) - y) for y, row in enumerate(rows) for x in range(len(row)) if row[x] != "#"}
@@ -1533,7 +1533,7 @@ def test_sac_terms_against_distributions_and_loops():
 
 
 def test_replay_keeps_the_newest_rows_and_their_columns_together():
-    replay = baselines.Replay(10, 2, 1)
+    replay = baselines.Replay(10, (2, 1, 2, 1))
     for start in (0, 4, 8):
         k = np.arange(start, start + 4, dtype=np.float32)
         replay.add(np.stack([k, -k], 1), k[:, None] / 2, np.stack([k + 100, k], 1), (k % 3).astype(int))
@@ -1848,43 +1848,14 @@ def ant_runs(tmp_path_factory):
     return runs
 
 
-def test_shaping_replay_next_state_is_exact():
-    rng = np.random.default_rng(0)
-    replay, obs = evaluate.AntReplay(60, 2, 5), np.zeros((2, 29), np.float32)
-    for step in range(1, 80):
-        last, terminated = step % 5 == 0, np.array([step % 7 == 0, False])
-        following = obs + 0.5
-        replay.add(obs, np.full((2, 8), step), obs[:, 0], terminated, following,
-                   np.array([True, step % 3 > 0]), last)
-        obs = np.where(terminated[:, None] | last, np.float32(10 * step), following)  # a new episode
-    o, actions, progress, terminated, following = replay.sample(4000, rng)
-    assert torch.equal(following[~terminated, 0], o[~terminated, 0] + 0.5) and torch.equal(progress, o[:, 0])
-    steps = actions[:, 0].unique().tolist()
-    assert min(steps) >= 79 - 36 and len(steps) >= 25  # the newest only
-    assert all(step % 7 == 0 for step in actions[terminated][:, 0].tolist()) and terminated.any()
-    other = evaluate.AntReplay(60, 2, 5)
-    other.load(replay.state())
-    assert all(torch.equal(a, b) for a, b in zip(replay.sample(50, np.random.default_rng(1)),
-                                                 other.sample(50, np.random.default_rng(1))))
-
-
-def test_shaping_squashed_gaussian_and_update_against_autograd_of_loops():
+def test_sac_update_against_loops():
     torch.manual_seed(0)
-    outputs, noise = 0.3 * torch.randn(6, 16, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
-    actions, log_prob = evaluate.squash(outputs, noise)
-    normal = torch.distributions.Normal(outputs[:, :8], outputs[:, 8:].clamp(-20, 2).exp())
-    tanh = torch.distributions.transforms.TanhTransform(cache_size=1)
-    exact = torch.distributions.TransformedDistribution(normal, [tanh])
-    raw = outputs[:, :8] + outputs[:, 8:].exp() * noise
-    assert (torch.allclose(actions, raw.tanh())
-            and torch.allclose(log_prob, exact.log_prob(tanh(raw)).sum(-1), atol=1e-6))
-
     args = evaluate.Shaping(hidden=8, steps=100, learning_rate=0.0, update_ratio=1.0)
     env = antmaze.make("antmaze1", 2, 0)
     agent = evaluate.Sac(args, env, evaluate.make_reward("xy", env, None))
     actor, critics, targets = (agent.networks[name] for name in ("actor", "critics", "targets"))
-    batch = (torch.randn(5, 29), torch.rand(5, 8), torch.randn(5), torch.tensor([True, False] * 2 + [False]),
-             torch.randn(5, 29))
+    batch = (torch.randn(5, 29), torch.rand(5, 8), torch.randn(5, 29), torch.randn(5),
+             torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]))
     state = torch.get_rng_state()
     evaluate.sac_update(args, agent.networks, agent.optimizers, batch)
     torch.set_rng_state(state)
@@ -1897,14 +1868,15 @@ def test_shaping_squashed_gaussian_and_update_against_autograd_of_loops():
 
     critic_loss, actor_loss = 0.0, 0.0
     for i in range(5):
-        obs, action, progress, ended, following = (part[i] for part in batch)
+        obs, action, following, progress, ended = (part[i] for part in batch)
         with torch.no_grad():
-            next_action, next_log = evaluate.squash(forward(actor, 0, following)[None], noises[1][i][None])
+            next_action, next_log = baselines.squashed_gaussian(
+                forward(actor, 0, following)[None], noises[1][i][None])
             pair = [forward(targets, k, torch.cat([following, next_action[0]]))[0] for k in range(2)]
             target = progress + (0.0 if ended else 0.99 * (min(pair) - 0.1 * 0.01 * next_log[0]))
         critic_loss = critic_loss + sum((forward(critics, k, torch.cat([obs, action]))[0] - target) ** 2
                                         for k in range(2)) / 5
-        new_action, log = evaluate.squash(forward(actor, 0, obs)[None], noises[0][i][None])
+        new_action, log = baselines.squashed_gaussian(forward(actor, 0, obs)[None], noises[0][i][None])
         both = [forward(critics, k, torch.cat([obs, new_action[0]]))[0] for k in range(2)]
         worst = min(both, key=lambda value: value.item())
         actor_loss = actor_loss + (0.1 * 0.01 * log[0] - worst) / 5
@@ -1912,6 +1884,37 @@ def test_shaping_squashed_gaussian_and_update_against_autograd_of_loops():
         for ours, theirs in zip(net.parameters(),
                                 torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)):
             assert torch.allclose(ours.grad, theirs, rtol=1e-4, atol=1e-6) and theirs.abs().max() > 0
+
+
+def test_sac_remembers_what_its_ants_did(monkeypatch):
+    """Rows of the replay are the ants' own steps; a fall ends one, a diverged ant leaves none."""
+    env = antmaze.make("antmaze1", 3, 0)
+    agent = evaluate.Sac(evaluate.Shaping(steps=300, num_envs=3, horizon=4), env,
+                         evaluate.make_reward("xy", env, None))
+    before, wanted = env.obs, []
+    for step in range(6):
+        if step == 2:
+            fallen = env.obs[:1].copy()
+            fallen[:, 2:7] = 0.3, 0, 1, 0, 0  # on its back
+            env.place(np.array([True, False, False]), fallen)
+            before = env.obs
+        if step == 3:
+            states = env.obs[1:2].copy()
+            states[:, 15] = 1e6  # leaves the maze
+            env.place(np.array([False, True, False]), states)
+            before = env.obs
+        agent.step()
+        rows = agent.replay.rows[agent.replay.filled - (2 if step == 3 else 3):agent.replay.filled]
+        obs, _, after, progress, ended = np.split(rows, agent.replay.splits, axis=1)
+        kept = [0, 2] if step == 3 else [0, 1, 2]
+        assert np.array_equal(obs, before[kept])
+        assert np.array_equal(ended[:, 0] == 1, antmaze.on_back(after)) and (ended.any() or step != 2)
+        assert np.allclose(progress[:, 0], agent.reward(after) - agent.reward(obs), atol=1e-6)
+        wanted.append(len(kept))
+        before = env.obs
+        if step == 3:  # the episodes are over: all ants are at s0
+            assert np.abs(env.obs[:, :2]).max() < 0.2
+    assert agent.replay.filled == sum(wanted) == 17
 
 
 def test_shaping_critics_of_progress_are_those_of_the_reward():
@@ -1924,7 +1927,7 @@ def test_shaping_critics_of_progress_are_those_of_the_reward():
         q = reward[following] + gamma * q.max(1)[following]
         ended = following == 7
         target = evaluate.sac_target(
-            torch.tensor(reward[following] - reward[:, None]).flatten(), torch.tensor(ended).flatten(),
+            torch.tensor(reward[following] - reward[:, None]).flatten(), torch.tensor(ended * 1.0).flatten(),
             torch.tensor(c.max(1)[following]).flatten().expand(2, -1), torch.zeros(24), gamma, 0.0)
         c = target.reshape(8, 3).numpy()
     assert np.allclose(c, (1 - gamma) * q - reward[:, None])
@@ -2024,9 +2027,9 @@ def test_policy_scores_and_copies(ant_runs, tmp_path):
     evaluate_cli("scores", "--runs", *ant_runs.values(), "--results-dir", tmp_path)
     rows = evaluate.read_results(tmp_path / "antmaze_training.csv")
     ours = {row["metric"]: float(row["value"]) for row in rows if row["method"].startswith("TATC")}
-    assert {"travel", "travel_rest", "used", "reaches_end", "fallen", "furthest", "spearman_s0",
+    assert {"travel", "used", "distance", "reaches_end", "fallen", "furthest", "spearman_s0",
             "coverage_total"} <= set(ours)
-    assert 0 <= ours["travel"] <= 1 and ours["furthest"] > 0
+    assert 0 <= ours["travel"] <= 1 and ours["furthest"] > 0 and ours["distance"] > 0
     for path in (tmp_path / "checkpoints").iterdir():  # the small copies are all that using them takes
         script = path.name.split("-")[0]
         assert path.stat().st_size < 6_000_000
@@ -2117,7 +2120,7 @@ OTHER_REFUSALS = [(script, arguments.split(), message) for script, arguments, me
     ("antmaze.py", "--render x.mp4", "use a name that ends with .gif or .png"),
     ("evaluate.py", "prediction", "give either --run RUN_DIR or --features"),
     ("evaluate.py", "prediction --features exact --run x", "give either --run RUN_DIR or --features"),
-    ("evaluate.py", "prediction --features exact --dim 500", "--dim is 500; use at most 400"),
+    ("evaluate.py", "prediction --features exact --dim 173", "--dim is 173; use at most 172"),
     ("evaluate.py", "prediction --features exact --env antmaze1",
      "is an evaluation on gridworlds, this is antmaze1"),
     ("evaluate.py", "prediction --features exact --env {goalless}", "has no goal; mark one cell with G"),
@@ -2291,12 +2294,17 @@ def test_plan_lines_parse_once_each_and_trainings_come_first(capsys):
 
 
 def test_a_plan_of_seconds_runs_and_repeated_finds_itself_finished(tmp_path, monkeypatch, capsys):
-    """A training with its evaluations in real processes; then all lines again."""
+    """A training with its evaluations in real processes, with budgets of seconds; then all lines again."""
     monkeypatch.chdir(tmp_path)
-    evaluate_cli("plan", "--smoke", "--experiment", "gridworld", "control", "--results-dir", "out")
+    evaluate_cli("plan", "--experiment", "gridworld", "control", "--results-dir", "out")
     lines = [line for line in capsys.readouterr().out.splitlines()
-             if "4rooms" in line and ("tatc" in line or "onehot" in line)]
+             if "tatc" in line and "4rooms" in line and "seed10" in line.replace("--seed 10", "seed10")
+             or "onehot --env 4rooms --seed 10" in line]
     assert len(lines) == 4  # a training, its scores, and two evaluations
+    small = {"tatc.py": "tatc.py --updates 4 --log-every 2", "control": "control --updates 4 --log-every 2",
+             "4rooms/default": "4rooms/updates=4,log_every=2"}
+    lines = [functools.reduce(lambda text, change: text.replace(*change), small.items(), line)
+             for line in lines]
     for stage in (False, True):
         part = [line.replace("python ", f"{sys.executable} {ROOT}/", 1) for line in lines
                 if ("evaluate.py" in line) == stage]
