@@ -1,30 +1,15 @@
 """AntMaze-1, AntMaze-2, AntMaze-Large and any maze text file: batched MuJoCo ants for TATC
-(UAI 2022, Section 5.2, Appendix C.2).
+(UAI 2022, Section 4.2, Appendix C.2).
 
-    python antmaze.py                                  # checks the mazes and draws one
-    python antmaze.py --render ant.gif                 # a film of a random ant
-    python antmaze.py --benchmark --results-dir out    # speed against bare MuJoCo and other ants (30 seconds)
-    python antmaze.py --physics --results-dir out      # the table below (ten minutes)
+    python antmaze.py --maze my.txt    # checks and draws a maze
+    python antmaze.py --benchmark      # speed against bare MuJoCo and other ants (30 seconds)
 
 The ant has Gymnasium's dimensions, masses and joint ranges, and its motors in the order of its joints (hip
-and ankle of each leg). The paper gives neither torque nor time step. We take torque 30 and dt 0.1 = 5 steps
-of 0.02, as HIRO and D4RL do. 256 ants in AntMaze-1, 500 random index actions
-from s0 (results/antmaze_physics.csv):
-
-    torque  integrator    steps       contact time  distance      on their back  out of the start block
-    30      implicitfast  5 x 0.02    0.06          1.22 +- 0.05    6 %          16 %  chosen
-    30      RK4           20 x 0.005  0.06          1.23 +- 0.06    3 %          17 %  reference
-    30      RK4           5 x 0.02    0.04          1.13 +- 0.05    4 %          12 %  D4RL's settings
-    30      implicitfast  5 x 0.02    0.04          1.24 +- 0.05   10 %          15 %
-    30      implicitfast  5 x 0.01    0.06          0.85 +- 0.03    0 %           2 %  hardly leaves its block
-    75      implicitfast  5 x 0.02    0.06          1.38 +- 0.08  100 %          17 %  lives on its back
-    150     RK4           5 x 0.01    0.02          1.55 +- 0.08  100 %          25 %  Gymnasium's settings
-
-Contact time is MuJoCo's solref, which is never below two time steps. 0.06 for contacts and 0.04 for joint
-limits were picked for few flips among six pairs on another seed. Fewer, longer steps are up to 1.7 times as
-fast and flip up to twice as many ants.
+and ankle of each leg). The paper gives neither torque nor time step. We take torque 30 and dt 0.1, as HIRO
+and D4RL do, in 5 steps of 0.02 with MuJoCo's implicitfast integrator and a contact time (solref) of 0.06:
+6 % of randomly acting ants lie on their back after 500 steps, with 20 RK4 steps of 0.005 3 %, with torques of
+75 or 150, as other ants have, all of them (results/README.md, "Physics").
 """
-import csv
 import ctypes.util
 import importlib
 import math
@@ -42,7 +27,6 @@ import scipy.sparse.linalg
 import tyro
 from gymnasium.vector import AutoresetMode
 from matplotlib.figure import Figure
-from PIL import Image
 
 import gridworld
 from gridworld import UsageError
@@ -343,8 +327,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         if actions.dtype.kind in "iu":
             if actions.min() < 0 or actions.max() > 4:
                 raise UsageError(f"actions must be indices 0..4, got {actions.min()}..{actions.max()}")
-            np.multiply(actions, 0.5, out=self._ctrl)
-            self._ctrl -= 1.0  # the paper's 5 equally spaced torques: -1, -0.5, 0, 0.5, 1
+            self._ctrl[:] = actions / 2 - 1  # the paper's 5 equally spaced torques: -1, -0.5, 0, 0.5, 1
         elif actions.dtype.kind == "f":
             if not np.isfinite(actions).all():
                 raise UsageError("actions must be finite, got NaN or infinity")
@@ -507,10 +490,9 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         columns = -(-len(omega) // 2)
         figure = Figure(figsize=(3 * columns, 6.4), layout="constrained")
         for ax, paths, delta in zip(figure.subplots(2, columns, squeeze=False).ravel(), traces, omega):
-            self.draw(ax, np.zeros(len(self.truth_xy)))
-            ax.collections[-1].set_visible(False)
+            self.draw(ax)
             for xy in paths:
-                ax.plot(*xy.T, color="tab:blue", lw=1)
+                ax.plot(*xy.T, color="tab:red", lw=1)
                 ax.plot(*xy[-1], "o", color="tab:orange", ms=3)
             ax.set_title(f"delta = ({delta[0]:.2f}, {delta[1]:.2f})", fontsize=9)
         figure.suptitle(f"{steps} steps of each skill from 12 places in the reset pose; "
@@ -545,10 +527,7 @@ class AntMazeEnv(gymnasium.Env):
         return self.vec.reset(seed=seed, options=options)[0][0], {}
 
     def step(self, action):
-        action = np.asarray(action)
-        if action.shape != (8,):
-            raise UsageError(f"action must have shape (8,), got {action.shape}")
-        obs, reward, terminated, truncated, info = self.vec.step(action[None])
+        obs, reward, terminated, truncated, info = self.vec.step(np.asarray(action)[None])
         info = {name: bool(info[name][0]) for name in ("is_success", "diverged")}
         return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
 
@@ -571,22 +550,21 @@ CONTRACT = (
     "get_state", "set_state", "truth_obs", "truth_xy", "distance", "start_index", "cell", "num_cells")
 
 
-def make(name, num_envs, seed, **kwargs):
-    """An AntMazeVec of a built-in maze or of a maze text file."""
-    return AntMazeVec(name, num_envs, seed, **kwargs)
-
-
 def make_env(name, num_envs, seed):
     """--env of all scripts: a built-in maze, a text file, ant:FILE for ants in it, your FILE.py:FUNCTION."""
     if name in MAZES or name.startswith("ant:"):
-        return make(name.removeprefix("ant:"), num_envs, seed)
+        return AntMazeVec(name.removeprefix("ant:"), num_envs, seed)
     if ".py:" in name:
         path, function = name.rsplit(":", 1)
         text = gridworld.read_text(path)
-        found = runpy.run_path(path)
-        if function not in found:
-            raise UsageError(f"{path} has no function {function}; define {function}(num_envs, seed)")
-        env = found[function](num_envs, seed)
+        try:
+            found = runpy.run_path(path)
+            env = found[function](num_envs, seed) if function in found else None
+        except (Exception, SystemExit) as error:  # whatever the file does
+            raise UsageError(f"{name} failed with {type(error).__name__}: {error}; mend the file") from None
+        if env is None:
+            raise UsageError(f"{path} has no function {function}; define {function}(num_envs, seed), "
+                             "which returns an environment")
         missing = [attribute for attribute in CONTRACT if not hasattr(env, attribute)]
         if missing:
             raise UsageError(f"the environment of {name} lacks {', '.join(missing)} "
@@ -597,11 +575,11 @@ def make_env(name, num_envs, seed):
         known = ", ".join([*gridworld.MAZES, *MAZES])
         raise UsageError(f"unknown env {name!r}: not one of {known}, and no file; "
                          "also ant:FILE and FILE.py:FUNCTION")
-    return gridworld.make(name, num_envs, seed)
+    return gridworld.GridWorldVec(name, num_envs, seed)
 
 
-# ------------------------------------------------------------------------------------------ speed and physics
-def bare_loop(model, num_ants, num_threads, seed, frame_skip=5):
+# ------------------------------------------------------------------------------------------------------ speed
+def bare_loop(model, num_ants, num_threads, seed):
     """mujoco.batch alone, from s0 with the usual noise -> (step(torques [N, 8]), states [N, 29])."""
     rng = np.random.default_rng(seed)
     batch = mujoco.batch.Batch(model, num_ants, num_threads)
@@ -612,24 +590,24 @@ def bare_loop(model, num_ants, num_threads, seed, frame_skip=5):
 
     def step(torques):
         ctrl[:] = torques
-        batch.step(nstep=frame_skip)
+        batch.step(nstep=5)
     return step, states
 
 
-def contenders(maze, seed):
-    """What the benchmark times: {(name, ants, threads): (step function, actions [100, ants, 8])}."""
-    _, free, start, _ = gridworld.read_maze(maze, MAZES, MOST_BLOCKS)
-    model, rng, found = build_model(free, start), np.random.default_rng(seed), {}
-    for ants, threads in ((32, 1), (64, 1), (64, 2)):
-        index = rng.integers(0, 5, (100, ants, 8))
-        found["antmaze.py", ants, threads] = AntMazeVec(maze, ants, seed, threads).move, index
-        found["mujoco.batch, same model", ants, threads] = (
-            bare_loop(model, ants, threads, seed)[0], index / 2 - 1)
+def benchmark(maze, seed, rounds=7, seconds=0.3):
+    """CPU microseconds per step of one ant, 32 ants on one thread, random actions -> {name: microseconds}.
 
+    The contenders take turns, so that a busy machine slows all alike; the fastest round of each counts.
+    """
     def sync(env_id, package="gymnasium"):
         gymnasium.register_envs(importlib.import_module(package))
         return gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id)] * 32)
 
+    ours, rng = AntMazeVec(maze, 32, seed), np.random.default_rng(seed)
+    index = rng.integers(0, 5, (100, 32, 8))
+    torques = (index / 2 - 1).astype(np.float32)
+    timed = {"antmaze.py": (ours.move, index),
+             "mujoco.batch, same model": (bare_loop(ours.model, 32, 1, seed)[0], torques)}
     for name, build in (
             ("gymnasium Ant-v5, Sync (no maze)", lambda: sync("Ant-v5")),
             ("gymnasium-robotics AntMaze_UMaze, Sync",
@@ -642,69 +620,16 @@ def contenders(maze, seed):
         except Exception as error:  # a peer that is absent or of other versions must not stop the others
             print(f"{name}: skipped ({type(error).__name__}: {str(error).splitlines()[0]})")
         else:
-            found[name, 32, 1] = envs.step, rng.uniform(-1, 1, (100, 32, 8)).astype(np.float32)
-    return found
-
-
-def benchmark(maze, seed, rounds=7, seconds=0.3):
-    """Random actions, 5 physics steps each -> rows (method, metric, value): CPU and wall microseconds per env
-    step of one ant.
-
-    The contenders take turns, so that a busy machine slows all alike; the fastest round of each counts.
-    """
-    cost = {}
-    timed = contenders(maze, seed)
-    for turn in range(rounds):
-        for (name, ants, threads), (step, actions) in timed.items():
-            for action in actions if turn == 0 else actions[:2]:
-                step(action)
-            steps, cpu, wall = 0, time.process_time(), time.perf_counter()
-            while time.perf_counter() - wall < seconds:
-                step(actions[steps % 100])
-                steps += 1
-            for clock, spent in (("cpu", time.process_time() - cpu), ("wall", time.perf_counter() - wall)):
-                key = name, f"{clock}_us_{ants}ants_{threads}threads"
-                cost[key] = min(cost.get(key, math.inf), spent / steps / ants * 1e6)
-    return [(*key, value) for key, value in cost.items()]
-
-
-def physics(maze, seed, num_ants=256):
-    """The table of the docstring: random walks and flips -> rows (method, metric, value)."""
-    _, free, start, _ = gridworld.read_maze(maze, MAZES, MOST_BLOCKS)
-    variants = {  # name: (frame skip, arguments of build_model)
-        "torque 30, implicitfast 5 x 0.02 (chosen)": (5, {}),
-        "torque 30, RK4 20 x 0.005 (reference)": (20, {"integrator": "RK4", "timestep": 0.005}),
-        "torque 30, RK4 5 x 0.02, contact time 0.04 (D4RL)": (5, {"integrator": "RK4", "contact_time": 0.04}),
-        "torque 30, implicitfast 5 x 0.02, contact time 0.04": (5, {"contact_time": 0.04}),
-        "torque 30, implicitfast 5 x 0.01": (5, {"timestep": 0.01}),
-        "torque 75, implicitfast 5 x 0.02": (5, {"torque": 75}),
-        "torque 150, RK4 5 x 0.01, contact time 0.02 (Gymnasium)": (
-            5, {"torque": 150, "integrator": "RK4", "timestep": 0.01, "contact_time": 0.02}),
-    }
-    torques, rows = np.random.default_rng(seed).integers(0, 5, (500, num_ants, 8)) / 2 - 1, []
-    for name, (frame_skip, arguments) in variants.items():
-        step, states = bare_loop(build_model(free, start, **arguments), num_ants, 1, seed, frame_skip)
-        for torque in torques:
-            step(torque)
-        walked = np.linalg.norm(states[:, :2], axis=1)
-        rows += [(name, "distance_mean", walked.mean()),
-                 (name, "distance_stderr", walked.std() / num_ants**0.5),
-                 (name, "on_back", on_back(states).mean()),
-                 (name, "left_start_block", (np.abs(states[:, :2]).max(1) > BLOCK / 2).mean())]
-    return rows
-
-
-def render_film(path, maze, seed, frames=100):
-    """A random ant as .gif, or its last picture as .png."""
-    env, rng, pictures = AntMazeEnv(maze, seed=seed, render_mode="rgb_array"), np.random.default_rng(seed), []
-    for _ in range(frames):
-        env.step(rng.integers(0, 5, 8))
-        pictures.append(Image.fromarray(env.render()))
-    env.close()
-    if Path(path).suffix == ".gif":
-        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100, loop=0)
-    else:
-        pictures[-1].save(path)
+            timed[name] = envs.step, torques
+    cost = dict.fromkeys(timed, math.inf)
+    for _ in range(rounds):
+        for name, (step, actions) in timed.items():
+            calls, begin = 0, time.process_time()
+            while (spent := time.process_time() - begin) < seconds or calls == 0:
+                step(actions[calls % 100])
+                calls += 1
+            cost[name] = min(cost[name], spent / calls / 32 * 1e6)
+    return cost
 
 
 # ------------------------------------------------------------------------------------------------------- main
@@ -716,21 +641,13 @@ class Args:
     """seed of the ants and of their random actions"""
     picture: str = "antmaze.png"
     """where the picture from above is written"""
-    render: str | None = None
-    """write a film (.gif) or a picture (.png) of a random ant; needs OpenGL"""
     benchmark: bool = False
     """time the simulator against others (half a minute)"""
-    physics: bool = False
-    """measure the physics table (ten minutes)"""
-    results_dir: str | None = None
-    """directory for antmaze_speed.csv and antmaze_physics.csv"""
 
 
 def main(args):
     gridworld.check_ranges(args, {"seed": (0, 2**31)})
     gridworld.picture_path(args.picture)
-    if args.render:
-        gridworld.picture_path(args.render, (".gif", ".png"))
     env = AntMazeVec(args.maze, 8, args.seed, start="uniform")
     goal = "none" if env.goal_index is None else f"{env.distance[env.start_index, env.goal_index]:.1f} away"
     print(f"{env.name}: {env.free.sum()} free blocks, {env.num_cells} cells, {len(env.truth_xy)} positional "
@@ -743,21 +660,8 @@ def main(args):
     ax.set_title(f"{env.name}: 500 random steps of 8 ants", fontsize=9)
     figure.savefig(args.picture, dpi=110)
     print(f"picture: {args.picture}")
-    if args.render:
-        render_film(args.render, args.maze, args.seed)
-        print(f"film: {args.render}")
-    for wanted, measure in ((args.benchmark, benchmark), (args.physics, physics)):
-        rows = measure(args.maze, args.seed) if wanted else []
-        for method, metric, value in rows:
-            print(f"{method:58}{metric:28}{value:10.3f}")
-        if rows and args.results_dir:
-            name = {benchmark: "antmaze_speed", physics: "antmaze_physics"}[measure]
-            Path(args.results_dir).mkdir(parents=True, exist_ok=True)
-            with open(Path(args.results_dir) / f"{name}.csv", "w", newline="") as file:
-                head = ("experiment", "method", "env", "run_seed", "seed", "step", "metric", "value")
-                lines = [(name, method, env.name, args.seed, 0, 0, metric, f"{value:.4g}")
-                         for method, metric, value in rows]
-                csv.writer(file, lineterminator="\n").writerows([head, *lines])
+    for name, cost in benchmark(args.maze, args.seed).items() if args.benchmark else ():
+        print(f"{name:45}{cost:8.1f} microseconds of CPU per step of an ant")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DCO and DIAYN: the skills that TATC's are compared with (UAI 2022, Section 5.2.3 and Appendix C.2.2).
+"""DCO and DIAYN: the skills that TATC's are compared with (UAI 2022, Section 4.2.2 and Appendix C.2.2).
 
     python baselines_dco_diayn.py dco --env antmaze1      # 50 minutes
     python baselines_dco_diayn.py diayn --env antmaze1    # 40 minutes
@@ -15,8 +15,8 @@ B1  DDPG learns from the fixed random-walk dataset alone, as TATC's appendix say
     has no use here.
 B2  The option's reward f(s) - f(s') is divided by its standard deviation over the dataset: f changes little
     in one step, and a factor leaves the best policy as it is.
-B3  The sign of an eigenvector is arbitrary too: each f keeps the one that its initial weights lead to.
-B4  The value that DDPG learns does not stop where the option ends (--end-cuts-value: it does).
+B3  The sign of an eigenvector is arbitrary: each f keeps the one that its initial weights lead to.
+B4  The value that DDPG learns does not stop where the option ends: only the execution does.
 B5  On the gridworlds DDPG's actor is the argmax of a Q-network with four outputs (Q-learning on the same
     dataset), and SAC's expectations over the four moves are exact.
 B6  SAC has two critics and no value network (Haarnoja et al. 2018b); DIAYN's authors used its first version.
@@ -26,13 +26,15 @@ B8  On the ants f sees x, y at four times and the rest at a fiftieth of the poli
     does (antmaze.py).
 B9  Random walks use the ants' 5 torque values, as TATC's and Lap-rep's do; the options' and skills' own
     torques are continuous.
+B10 DDPG's critic has no weight decay and sees the action in its first layer; no batch normalisation, and
+    torch's own initialisation (Lillicrap et al.: 1e-2, second layer, yes, +-3e-3 in the last layer).
 """
 
 import copy
 import math
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, Optional, Union
 
 import numpy as np
@@ -64,11 +66,7 @@ DEFAULTS = {
 }
 
 
-def default(method, name):
-    """What --help shows as the default of a field that depends on --env."""
-    known = {kind: values[name] for kind, values in DEFAULTS[method].items()}
-    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
-        f"{kind} {value}" for kind, value in known.items()) + ")")
+dco_default, diayn_default = (partial(gridworld.default, DEFAULTS[name]) for name in ("dco", "diayn"))
 
 
 @dataclass
@@ -90,9 +88,9 @@ class DCO:
     """random-walk transitions from uniform starts of each option"""
     episode_length: int = 50
     """steps per random walk"""
-    f_updates: Annotated[Optional[int], default("dco", "f_updates")] = None
+    f_updates: Annotated[Optional[int], dco_default("f_updates")] = None
     """updates of each f (Wu: 30000)"""
-    f_batch_size: Annotated[Optional[int], default("dco", "f_batch_size")] = None
+    f_batch_size: Annotated[Optional[int], dco_default("f_batch_size")] = None
     """pairs per update of f (Wu: 128)"""
     f_beta: float = 0.25
     """weight of the orthonormality penalty (Wu: 5 / d at d = 20)"""
@@ -100,19 +98,17 @@ class DCO:
     """v follows u by 1 + geometric(discount) steps"""
     percentile: float = 30.0
     """an option ends where f is at most this percentile of f over its data, and starts elsewhere"""
-    policy_updates: Annotated[Optional[int], default("dco", "policy_updates")] = None
+    policy_updates: Annotated[Optional[int], dco_default("policy_updates")] = None
     """DDPG updates of each option"""
-    batch_size: Annotated[Optional[int], default("dco", "batch_size")] = None
+    batch_size: Annotated[Optional[int], dco_default("batch_size")] = None
     """transitions per DDPG update (DDPG: 64)"""
-    end_cuts_value: bool = False
-    """no value after the option's end, in learning too; default: only the execution ends there (B4)"""
     gamma: float = 0.99
     """discount of the options"""
-    tau: Annotated[Optional[float], default("dco", "tau")] = None
+    tau: Annotated[Optional[float], dco_default("tau")] = None
     """step of the target networks (DDPG: 0.001)"""
-    hidden: Annotated[Optional[tuple[int, ...]], default("dco", "hidden")] = None
+    hidden: Annotated[Optional[tuple[int, ...]], dco_default("hidden")] = None
     """units of the actor's and the critic's hidden layers (DDPG: 400 300)"""
-    skill_length: Annotated[Optional[int], default("dco", "skill_length")] = None
+    skill_length: Annotated[Optional[int], dco_default("skill_length")] = None
     """steps of an option in the scores and the picture"""
     num_envs: int = 32
     """N, agents side by side"""
@@ -139,15 +135,13 @@ class DIAYN:
     """continue the run in the run directory, or start it if there is none"""
     num_skills: int = 8
     """number of skills z"""
-    updates: Annotated[Optional[int], default("diayn", "updates")] = None
+    updates: Annotated[Optional[int], diayn_default("updates")] = None
     """steps of all N agents together, each followed by the gradient steps; N * updates environment steps"""
-    updates_per_step: Annotated[Optional[int], default("diayn", "updates_per_step")] = None
+    updates_per_step: Annotated[Optional[int], diayn_default("updates_per_step")] = None
     """gradient steps after each step of all N agents"""
-    prior: Literal["s0", "uniform"] = "s0"
-    """where episodes start"""
     discriminator: Literal["state", "xy"] = "state"
     """what the discriminator sees of an ant: all, or its position (as the authors, for ants)"""
-    episode_length: Annotated[Optional[int], default("diayn", "episode_length")] = None
+    episode_length: Annotated[Optional[int], diayn_default("episode_length")] = None
     """steps per episode, one skill each (ants: 1000 as the authors)"""
     alpha: float = 0.1
     """alpha, weight of the policy's entropy"""
@@ -163,9 +157,9 @@ class DIAYN:
     """transitions in the replay buffer"""
     learning_starts: int = 5000
     """environment steps before the first gradient step"""
-    hidden: Annotated[Optional[tuple[int, ...]], default("diayn", "hidden")] = None
+    hidden: Annotated[Optional[tuple[int, ...]], diayn_default("hidden")] = None
     """units of every network's hidden layers (authors: 300 300)"""
-    skill_length: Annotated[Optional[int], default("diayn", "skill_length")] = None
+    skill_length: Annotated[Optional[int], diayn_default("skill_length")] = None
     """steps of a skill in the picture"""
     num_envs: int = 32
     """N, agents side by side"""
@@ -204,11 +198,11 @@ def discrete(env):
 
 
 def prepare(args):
-    """(environment, variant) of the arguments, which get their values for it: the name of the run."""
+    """Builds the environment, fills in the arguments' defaults and names the run: (env, variant)."""
     if ".py:" in args.env:
         raise UsageError("DCO and DIAYN act on the gridworlds and the ants; "
                          "your own environment trains with tatc.py and laprep.py")
-    gridworld.check_ranges(args, {name: limits for name, limits in RANGES.items() if hasattr(args, name)})
+    gridworld.check_ranges(args, RANGES)
     env, base = make_env(args.env, args.num_envs, args.seed), type(args)(env=args.env)
     resolve(args, env)
     resolve(base, env)
@@ -268,15 +262,12 @@ class Skills:
     def act(self, obs, skill, rng):
         """What env.move takes: actions of `skill` [n] at obs [n, ...]."""
         obs, skill = torch.as_tensor(obs), torch.as_tensor(skill)
-        if self.threshold is None:
-            outputs = self.networks["policy"](obs, F.one_hot(skill, self.args.num_skills).float())
-        else:
-            outputs = self.of_each(lambda option, part: option["policy"](part), obs, skill)
+        if self.threshold is not None:  # DCO's options are deterministic
+            outputs = self.of_each("policy", obs, skill)
+            return outputs.argmax(-1).numpy() if discrete(self.env) else torch.tanh(outputs).numpy()
+        outputs = self.networks["policy"](obs, F.one_hot(skill, self.args.num_skills).float())
         if discrete(self.env):
-            noise = 0.0 if self.threshold is not None else rng.gumbel(size=outputs.shape)  # DCO: best of four
-            return (outputs.numpy() + noise).argmax(-1)
-        if self.threshold is not None:
-            return torch.tanh(outputs).numpy()
+            return (outputs.numpy() + rng.gumbel(size=outputs.shape)).argmax(-1)
         noise = rng.standard_normal((len(obs), outputs.shape[-1] // 2), dtype=np.float32)
         return squashed_gaussian(outputs, torch.as_tensor(noise))[0].numpy()
 
@@ -286,13 +277,12 @@ class Skills:
         if self.threshold is None:
             return np.zeros(len(obs), dtype=bool)
         obs, skill = torch.as_tensor(obs), torch.as_tensor(skill)
-        return (self.of_each(lambda option, part: option["f"](part), obs, skill)[:, 0]
-                <= self.threshold[skill]).numpy()
+        return (self.of_each("f", obs, skill)[:, 0] <= self.threshold[skill]).numpy()
 
-    def of_each(self, function, obs, skill):
-        """function(option, obs of its rows), put together in the rows' order."""
-        parts = {z: function(self.networks[z], obs[skill == z]) for z in skill.unique().tolist()}
-        outputs = next(iter(parts.values())).new_empty(len(obs), next(iter(parts.values())).shape[-1])
+    def of_each(self, name, obs, skill):
+        """Outputs [n, m] of the network `name`, "f" or "policy", of each row's own option."""
+        parts = {z: self.networks[z][name](obs[skill == z]) for z in skill.unique().tolist()}
+        outputs = torch.empty(len(obs), next(iter(parts.values())).shape[-1])
         for z, part in parts.items():
             outputs[skill == z] = part
         return outputs
@@ -302,16 +292,24 @@ def load(path, num_envs=1, seed=0):
     """(args, env, Skills) of a run directory or checkpoint."""
     checkpoint = gridworld.load_checkpoint(path, ("dco", "diayn"))
     kind = DCO if checkpoint["script"] == "dco" else DIAYN
-    args, env = gridworld.rebuild(path, checkpoint, kind, lambda name: make_env(name, num_envs, seed))
-    if kind is DCO:
-        networks = nn.ModuleList(make_option(args, env) for _ in range(args.num_skills))
-        done = checkpoint["update"] // (args.f_updates + args.policy_updates)
-        if done < args.num_skills:
-            raise UsageError(f"{path} holds {done} of {args.num_skills} options; finish its training")
-    else:
-        networks = make_diayn(args, env)
-    gridworld.load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
-    return args, env, Skills(args, env, networks, checkpoint.get("threshold"))
+
+    def build():
+        args, env = gridworld.rebuild(path, checkpoint, kind, lambda name: make_env(name, num_envs, seed))
+        gridworld.check_ranges(args, RANGES)
+        if kind is DIAYN:
+            networks, threshold = make_diayn(args, env), None
+        else:
+            networks = nn.ModuleList(make_option(args, env) for _ in range(args.num_skills))
+            threshold = checkpoint["threshold"]
+            done = checkpoint["update"] // (args.f_updates + args.policy_updates)
+            if done < args.num_skills:
+                raise UsageError(f"{path} holds {done} of {args.num_skills} options; finish its training")
+            if threshold.shape != (args.num_skills,) or not threshold.isfinite().all():
+                raise ValueError
+        networks.load_state_dict(checkpoint["networks"])
+        return args, env, Skills(args, env, networks, threshold)
+
+    return gridworld.load_state(path, build)
 
 
 def skill_traces(skills, which, starts):
@@ -405,11 +403,6 @@ def fiedler_cosine(f, env):
     return np.linalg.norm(space.T @ f) / max(np.linalg.norm(f), 1e-12)
 
 
-def temporal_difference_loss(q, reward, done, next_value, gamma):
-    """Squared error of q [n] against r + gamma Q'(s', mu'(s')), Q' = 0 where done; all [n]."""
-    return (q - (reward + gamma * (1 - done) * next_value)).square().mean()
-
-
 def make_option(args, env):
     """f and policy of one option: DDPG's actor, or on a gridworld the Q-network whose argmax it is (B5)."""
     heads, values = env.action_shape
@@ -450,46 +443,38 @@ def update_f(args, f, optimizer, walks, rng):
 
 @torch.no_grad()
 def option_dataset(args, f, walks, actions):
-    """f's option: threshold and (obs [n, ...], actions [n, heads], rewards [n], done [n], next_obs [n, ...]).
-
-    The n transitions are all, or with --end-cuts-value those from states where the option runs.
-    """
+    """f's option: threshold and transitions (obs [n, ...], actions [n, heads], rewards [n], next_obs
+    [n, ...])."""
     flat = torch.as_tensor(walks).flatten(0, 1)
     values = torch.cat(  # [E, K + 1]
         [encode(f, part) for part in flat.split(50_000)]).reshape(walks.shape[:2]).numpy()
     threshold = np.float32(np.percentile(values, args.percentile))
-    running = values[:, :-1] > threshold if args.end_cuts_value else np.ones(actions.shape[:2], dtype=bool)
-    if not running.any():
-        raise UsageError(f"--percentile {args.percentile} leaves no state where the option runs; lower it")
-    rewards = (values[:, :-1] - values[:, 1:])[running]
+    rewards = (values[:, :-1] - values[:, 1:]).reshape(-1)
     rewards /= max(rewards.std(), 1e-8)  # B2
-    done = (args.end_cuts_value * (values[:, 1:] <= threshold))[running].astype(np.float32)
-    actions = actions[running]
-    if walks.dtype == np.float32:
+    obs, next_obs, actions = (part.reshape(-1, *part.shape[2:])
+                              for part in (walks[:, :-1], walks[:, 1:], actions))
+    if f.obs_scale is not None:
         actions = actions.astype(np.float32) / 2 - 1  # the torque of each index
-    return threshold, (walks[:, :-1][running], actions, rewards, done, walks[:, 1:][running])
+    return threshold, (obs, actions, rewards, next_obs)
 
 
 def update_option(args, networks, targets, optimizers, dataset, rng):
     """One step of DDPG (Lillicrap et al., Algorithm 1) on the ants, of Q-learning on the gridworlds (B5)."""
     index = rng.integers(len(dataset[0]), size=args.batch_size)
-    obs, actions, reward, done, next_obs = (torch.as_tensor(part[index]) for part in dataset)
-    ddpg = "critic" in networks
-    with torch.no_grad():
-        if ddpg:
-            next_value = targets["critic"](next_obs, torch.tanh(targets["policy"](next_obs))).squeeze(-1)
-        else:
-            next_value = targets["policy"](next_obs).amax(-1)
-    if ddpg:
+    obs, actions, reward, next_obs = (torch.as_tensor(part[index]) for part in dataset)
+    if "critic" in networks:
         q = networks["critic"](obs, actions).squeeze(-1)
+        next_value = targets["critic"](next_obs, torch.tanh(targets["policy"](next_obs))).squeeze(-1)
+        optimizer = optimizers["critic"]
     else:
         q = networks["policy"](obs).gather(-1, actions.long()).squeeze(-1)
-    loss = temporal_difference_loss(q, reward, done, next_value, args.gamma)
-    learner = optimizers["critic" if ddpg else "policy"]
-    learner.zero_grad()
+        next_value = targets["policy"](next_obs).amax(-1)
+        optimizer = optimizers["policy"]
+    loss = (q - (reward + args.gamma * next_value.detach())).square().mean()
+    optimizer.zero_grad()
     loss.backward()
-    learner.step()
-    if ddpg:
+    optimizer.step()
+    if "critic" in networks:
         actor_loss = -networks["critic"](obs, torch.tanh(networks["policy"](obs))).mean()
         optimizers["policy"].zero_grad()
         actor_loss.backward(inputs=list(networks["policy"].parameters()))
@@ -501,14 +486,15 @@ def update_option(args, networks, targets, optimizers, dataset, rng):
 
 def train_dco(args, env, variant):
     per_option = args.f_updates + args.policy_updates
-    with start(args, env, variant, "dco") as (run_dir, checkpoint, writer, stop):
+    with gridworld.run_directory(args, env, variant, "dco") as (run_dir, checkpoint), \
+            gridworld.stop_requests() as stop:
         options = nn.ModuleList(make_option(args, env) for _ in range(args.num_skills))
         run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {},
                "threshold": torch.full((args.num_skills,), math.nan)}
 
         def restore():
             options.load_state_dict(checkpoint["networks"])
-            run.update({key: checkpoint[key] for key in run})
+            gridworld.restore_run(run, checkpoint)
 
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
@@ -552,7 +538,6 @@ def train_dco(args, env, variant):
                 if number % args.log_every == 0 or stage in (args.f_updates, per_option):
                     row = {"update": number, "env_steps": (option + 1) * walks.shape[0] * args.episode_length,
                            "seconds": run["seconds"], "rollout/option": option}
-                    row |= gridworld.means(run["sums"])
                     with torch.no_grad():
                         f = options[option]["f"](torch.as_tensor(env.truth_obs)).squeeze(-1).numpy()
                     row |= {"eval/f_extent": np.ptp(f), "eval/fiedler_cosine": fiedler_cosine(f, env)}
@@ -562,8 +547,7 @@ def train_dco(args, env, variant):
                         starts = ~ended[..., 0]
                         row |= {"eval/initiation": starts.mean(),
                                 "eval/reaches": ended[starts, 1].mean() if starts.any() else 1.0}
-                    gridworld.log_row(run, row, run_dir, bar, writer,
-                                      ("f_extent", "fiedler_cosine", "reaches"))
+                    gridworld.log_row(args, run, row, run_dir, bar, ("f_extent", "fiedler_cosine", "reaches"))
                 bar.set_description(f"option {option}: {'f' if stage <= args.f_updates else 'policy'}",
                                     refresh=False)
                 bar.update()
@@ -588,7 +572,7 @@ def finish_dco(args, env, skills, rows, run_dir):
     distance = env.distance[env.start_index]
     arrays = dict(xy=env.truth_xy, phi=f.T, distance=distance, start=env.start_index,
                   threshold=skills.threshold.numpy())
-    gridworld.write_atomically(run_dir / "phi.npz", gridworld.saved(np.savez_compressed, **arrays))
+    np.savez_compressed(run_dir / "phi.npz", **arrays)
     starts = env.truth_obs[
         np.argsort(distance, kind="stable")[np.linspace(0, len(distance) - 1, 12).astype(int)]]
     traces, _ = skill_traces(skills, list(range(args.num_skills)), starts)
@@ -717,7 +701,8 @@ def update(args, networks, targets, optimizers, replay, index_states, rng):
 def train_diayn(args, env, variant):
     if args.num_skills < 2 or (args.discriminator == "xy" and discrete(env)):
         raise UsageError("DIAYN needs --num-skills 2 or more, and --discriminator xy an ant maze")
-    with start(args, env, variant, "diayn", ("updates",)) as (run_dir, checkpoint, writer, stop):
+    with gridworld.run_directory(args, env, variant, "diayn", ("updates",)) as (run_dir, checkpoint), \
+            gridworld.stop_requests() as stop:
         torch.manual_seed(args.seed)
         rng = np.random.default_rng(args.seed)
         networks = make_diayn(args, env)
@@ -728,15 +713,15 @@ def train_diayn(args, env, variant):
             lr=args.learning_rate, fused=True) for name, nets in groups.items()}
         skills = Skills(args, env, networks)
         width = 1 if discrete(env) else env.obs_size
-        replay = Replay(args.buffer_size, (width, env.action_shape[0], width, 1))  # obs, action, next obs, skill
-        far_cells = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
+        widths = width, env.action_shape[0], width, 1  # obs, action, next obs, skill
+        replay = Replay(args.buffer_size, widths)
         run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {},
-               "visited": torch.zeros(env.num_cells, dtype=torch.bool),
+               "visits": torch.zeros(env.num_cells, dtype=torch.long),
                "ever": torch.zeros(env.num_cells, dtype=torch.bool),
                # Episodes do not all end together (B7).
                "elapsed": torch.arange(args.num_envs) * args.episode_length // args.num_envs,
                "skill": torch.as_tensor(rng.integers(args.num_skills, size=args.num_envs))}
-        env.place(np.ones(args.num_envs, dtype=bool), args.prior)
+        env.place(np.ones(args.num_envs, dtype=bool), "s0")
 
         def restore():
             networks.load_state_dict(checkpoint["networks"])
@@ -746,7 +731,14 @@ def train_diayn(args, env, variant):
             replay.load(checkpoint["replay"].numpy(), checkpoint["position"])
             env.set_state(checkpoint["env"])
             rng.bit_generator.state = checkpoint["rng"]
-            run.update({key: checkpoint[key] for key in run})
+            gridworld.restore_run(run, checkpoint)
+
+        def save():
+            gridworld.save_checkpoint(run_dir, "diayn", variant, env, args, run | {
+                "networks": networks.state_dict(), "targets": targets.state_dict(),
+                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
+                "replay": torch.as_tensor(replay.rows[: replay.filled]), "position": replay.position,
+                "env": gridworld.as_tensors(env.get_state()), "rng": rng.bit_generator.state})
 
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
@@ -758,7 +750,7 @@ def train_diayn(args, env, variant):
         for number in bar:
             ended = elapsed >= args.episode_length
             if ended.any():
-                env.place(ended, args.prior)
+                env.place(ended, "s0")
                 skill[ended] = rng.integers(args.num_skills, size=ended.sum())
                 elapsed[ended] = 0
             obs, action = env.obs, skills.act(env.obs, skill, rng)
@@ -769,31 +761,18 @@ def train_diayn(args, env, variant):
             replay.add(obs[good], action[good], next_obs[good], skill[good])
             with torch.no_grad():
                 guess = networks["discriminator"](torch.as_tensor(next_obs)).argmax(-1).numpy()
-            cells = env.cell(next_obs)
-            run["visited"][cells] = run["ever"][cells] = True
-            info = {"eval/accuracy": (guess == skill).mean(), "eval/far": far_cells[cells].mean(),
-                    "rollout/fallen": env.fallen().mean()}
+            run["visits"] += torch.as_tensor(np.bincount(env.cell(next_obs), minlength=env.num_cells))
+            info = {"eval/accuracy": (guess == skill).mean(), "rollout/fallen": env.fallen().mean()}
             if number * args.num_envs >= args.learning_starts:
                 info |= update(args, networks, targets, optimizers, replay, discrete(env), rng)
             gridworld.add_to_sums(run["sums"], info, number)
             run["update"], run["seconds"] = number, time.perf_counter() - begin
             if number % args.log_every == 0 or number == args.updates:
                 row = {"update": number, "env_steps": number * args.num_envs, "seconds": run["seconds"]}
-                row |= gridworld.means(run["sums"])
-                row |= {"eval/coverage": run["visited"].float().mean(),
-                        "eval/coverage_total": run["ever"].float().mean(),
-                        "rollout/reached": env.cell_distance[run["visited"]].max()}
-                gridworld.log_row(run, row, run_dir, bar, writer, ("accuracy", "coverage", "far"))
-                run["visited"][:] = False
-            halt = bool(stop)  # read once: what was saved is what is left
-            if number % args.checkpoint_every == 0 or number == args.updates or halt:
-                gridworld.save_checkpoint(run_dir, "diayn", variant, env, args, run | {
-                    "networks": networks.state_dict(), "targets": targets.state_dict(),
-                    "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
-                    "replay": torch.as_tensor(replay.rows[: replay.filled]), "position": replay.position,
-                    "env": gridworld.as_tensors(env.get_state()), "rng": rng.bit_generator.state})
-            if halt and number < args.updates:
-                raise KeyboardInterrupt
+                gridworld.log_row(args, run, row | gridworld.coverage(run, env), run_dir, bar,
+                                  ("accuracy", "coverage", "far"))
+                run["visits"][:] = 0
+            gridworld.save_or_stop(args, number, stop, save)
         finish_diayn(args, env, skills, run["rows"], run_dir)
 
 
@@ -815,14 +794,6 @@ def finish_diayn(args, env, skills, rows, run_dir):
 
 
 # ======================================================================================================= both
-@contextmanager
-def start(args, env, variant, script, may_change=()):
-    """What both begin with: (run directory, checkpoint or None, TensorBoard writer or None, stops)."""
-    with gridworld.run_directory(args, env, variant, script, may_change) as (run_dir, checkpoint), \
-            gridworld.stop_requests() as stop:
-        yield run_dir, checkpoint, gridworld.tensorboard_writer(args, run_dir), stop
-
-
 def train(args):
     torch.set_num_threads(1)  # networks this small run slower on more threads
     torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages: 2x slower

@@ -1,9 +1,9 @@
 """Evaluations of what the scripts learn (Erraqabi et al., UAI 2022): result rows, tables and figures.
 
-    python evaluate.py prediction --run runs/tatc/umaze/default/seed0  # linear critic on phi (Section 5.1.2)
-    python evaluate.py control --run runs/tatc/umaze/default/seed0     # actor, critic on phi (Section 5.1.2)
-    python evaluate.py shaping --run runs/tatc/antmaze1/default/seed0  # SAC on distances in phi (5.2.2)
-    python evaluate.py skills --run runs/tatc/antmaze1/default/seed0   # frozen skills, sparse task (5.2.3)
+    python evaluate.py prediction --run runs/tatc/umaze/default/seed0  # linear critic on phi (Section 4.1.2)
+    python evaluate.py control --run runs/tatc/umaze/default/seed0     # actor, critic on phi (Section 4.1.2)
+    python evaluate.py shaping --run runs/tatc/antmaze1/default/seed0  # SAC on distances in phi (4.2.1)
+    python evaluate.py skills --run runs/tatc/antmaze1/default/seed0   # frozen skills, sparse task (4.2.2)
     python evaluate.py scores --runs runs/tatc/umaze/default/seed*     # scores of trainings and policies
     python evaluate.py curves --runs runs/tatc/umaze/*/seed*           # one picture of several trainings
     python evaluate.py film --run runs/tatc/antmaze1/default/seed0     # an ant under the trained policies
@@ -41,6 +41,7 @@ import re
 import shlex
 import sys
 import time
+import zipfile
 from collections import deque, namedtuple
 from dataclasses import dataclass
 from functools import lru_cache
@@ -83,14 +84,20 @@ def read_results(path):
     """The rows of a results file as dicts of strings; none if there is no file."""
     if not path.exists():
         return []
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
+    text = gridworld.read_text(path, 10**9)
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
         rows = list(reader)
+    except csv.Error as error:
+        raise UsageError(f"{path} is not a results file ({error}); restore it") from None
     if tuple(reader.fieldnames or ()) != COLUMNS:
         raise UsageError(f"{path} is not a results file; its first line must be {','.join(COLUMNS)}")
     for number, row in enumerate(rows, 2):
-        if None in row or None in row.values():
-            raise UsageError(f"{path}, line {number}: not {len(COLUMNS)} fields; mend or delete the line")
+        try:
+            int(row["run_seed"]), int(row["seed"]), float(row["step"]), float(row["value"])
+        except (TypeError, ValueError):
+            raise UsageError(f"{path}, line {number}: not {len(COLUMNS)} fields, or no numbers where they "
+                             "belong; mend or delete the line") from None
     return rows
 
 
@@ -141,6 +148,16 @@ def load_facts(path):
     facts = gridworld.load_checkpoint(path, tuple(SCRIPTS))
     variant = "" if facts["variant"] == "default" else f" {facts['variant']}"
     return facts | {"method": NAMES[facts["script"]] + variant, "run_seed": facts["args"]["seed"]}
+
+
+def load_rows(path):
+    """(facts, rows of metrics.csv) of a run directory."""
+    facts = load_facts(path)
+    rows = facts.get("rows")
+    if not isinstance(rows, list) or not rows or not all({"update", "env_steps", "seconds"} <= set(row)
+                                                         for row in rows):
+        raise UsageError(f"{path} holds no logged rows; give a run directory that has logged")
+    return facts, rows
 
 
 def load_phi(path, num_envs=1, seed=0):
@@ -250,7 +267,8 @@ def goal_episodes(env, policy, state, horizon, gamma, rng):
     alive = pairs // 4 != env.goal_index
     length = alive.sum(0)
     reward = (state == env.goal_index).astype(np.float64)
-    returns = reward * gamma ** (length - 1.0 - np.arange(horizon)[:, None])  # [horizon, episodes]
+    left = np.maximum(length - 1.0 - np.arange(horizon)[:, None], 0)  # steps to the end, [horizon, episodes]
+    returns = reward * gamma**left
     pairs, returns = pairs[alive], returns[alive]
     visits = np.bincount(pairs, minlength=4 * env.num_states).reshape(-1, 4)
     summed = np.bincount(pairs, weights=returns, minlength=4 * env.num_states).reshape(-1, 4)
@@ -470,8 +488,8 @@ def collect_scores(args):
     if not args.runs:
         raise UsageError("--runs is empty; give run directories")
     for run in map(Path, args.runs):
-        facts = load_facts(run)
-        script, env_name, logged = facts["script"], facts["env_name"], facts["rows"]
+        facts, logged = load_rows(run)
+        script, env_name = facts["script"], facts["env_name"]
         ant = facts["args"]["env"] in antmaze.MAZES or facts["args"]["env"].startswith("ant:")
         key = "training", facts["method"], env_name, facts["run_seed"], 0
         rows = []
@@ -491,9 +509,11 @@ def collect_scores(args):
             name = f"{script}-{env_name}-{facts['variant']}-seed{facts['run_seed']}"
             small = {key: facts[key] for key in ("script", "variant", "env_name", "args", "update",
                                                  "networks", "duals", "threshold") if key in facts}
+            buffer = io.BytesIO()
+            torch.save(small, buffer)
             for folder, ending, content in (
                     ("phi", "npz", (run / "phi.npz").read_bytes() if (run / "phi.npz").exists() else None),
-                    ("checkpoints", "pt", gridworld.saved(torch.save, small) if ant else None)):
+                    ("checkpoints", "pt", buffer.getvalue() if ant else None)):
                 if content is not None:
                     (Path(args.results_dir) / folder).mkdir(parents=True, exist_ok=True)
                     gridworld.write_atomically(Path(args.results_dir) / folder / f"{name}.{ending}", content)
@@ -514,8 +534,8 @@ def draw_curves(args):
     """The body of `curves`."""
     runs = {}
     for run in args.runs:
-        facts = load_facts(run)
-        runs.setdefault(f"{facts['method']}, {facts['env_name']}", []).append(facts["rows"])
+        facts, rows = load_rows(run)
+        runs.setdefault(f"{facts['method']}, {facts['env_name']}", []).append(rows)
     if not runs:
         raise UsageError("--runs is empty; give run directories")
     gridworld.draw_curves(gridworld.picture_path(args.path), runs)
@@ -713,7 +733,8 @@ class Sac:
                                                                     if args.anneal else 1.0)
         due = int(args.update_ratio * (self.moves * args.num_envs - args.warmup)) - self.updates
         if due > 0:
-            obs, actions, next_obs, progress, terminated = self.replay.sample((due, args.batch_size), self.rng)
+            obs, actions, next_obs, progress, terminated = self.replay.sample(
+                (due, args.batch_size), self.rng)
             for batch in zip(obs * self.obs_scale, actions, next_obs * self.obs_scale, progress[..., 0],
                              terminated[..., 0]):
                 sac_update(args, self.networks, self.optimizers, batch)
@@ -790,10 +811,6 @@ def evaluate_shaping(args):
             evaluated = agent.moves % every == 0 or agent.moves == moves
             if evaluated:
                 scores = judge_policy(judge, agent.act, reward, args.horizon, args.seed + agent.moves)
-                with torch.random.fork_rng():  # an evaluation leaves the training as it is
-                    sampled = judge_policy(judge, lambda obs: agent.act(obs, torch.randn(len(obs), 8)),
-                                           reward, args.horizon, args.seed + agent.moves)
-                scores |= {f"sampled_{name}": sampled[name] for name in ("success", "distance")}
                 if not all(map(math.isfinite, scores.values())):
                     raise UsageError(f"after {agent.moves * args.num_envs} steps a score is not finite; "
                                      "try other step sizes")
@@ -1030,7 +1047,7 @@ def draw_film(args):
     arrived = (distance <= 4).any(0)
     ant = np.where(arrived, (distance <= 4).argmax(0), args.steps + distance.min(0)).argmin()
     last = (distance[:, ant] <= 4).argmax() if arrived[ant] else args.steps
-    camera = antmaze.make(facts["args"]["env"].removeprefix("ant:"), 1, 0, render_mode="rgb_array")
+    camera = antmaze.AntMazeVec(facts["args"]["env"].removeprefix("ant:"), 1, 0, render_mode="rgb_array")
     pictures = []
     for t in np.linspace(0, last, args.frames).astype(int):
         camera.place(np.ones(1, bool), states[t, ant][None])
@@ -1045,7 +1062,8 @@ def draw_film(args):
 # ====================================================================================================== speed
 @dataclass
 class Speed:
-    """CPU time of tatc.py's loop on ants against bare MuJoCo, of SAC against Stable-Baselines3 and sbx."""
+    """CPU time of antmaze.py and of tatc.py's loop on it against bare MuJoCo and other ants, of SAC against
+    Stable-Baselines3 and sbx."""
 
     rounds: int = 5
     """measurements of each, in turn"""
@@ -1086,7 +1104,7 @@ def measure_loop(rounds, updates=10):
 def measure_sac(rounds, moves=16):
     """Steps per CPU second of this file's SAC and of its peers on the same batched ants, [(name, value)]."""
     args = Shaping(reward="xy", steps=200_000)
-    env = antmaze.make("antmaze1", args.num_envs, 0)
+    env = antmaze.AntMazeVec("antmaze1", args.num_envs, 0)
     agent = Sac(args, env, make_reward("xy", env, None))
     while agent.updates < 8:
         agent.step()
@@ -1121,7 +1139,7 @@ def make_peer(package, args):
         """AntMazeVec behind Stable-Baselines3's interface, without the goal: only speed is measured."""
 
         def __init__(self):
-            self.ants = antmaze.make("antmaze1", args.num_envs, 0)
+            self.ants = antmaze.AntMazeVec("antmaze1", args.num_envs, 0)
             super().__init__(args.num_envs, self.ants.single_observation_space, self.ants.single_action_space)
 
         def reset(self):
@@ -1155,6 +1173,9 @@ def make_peer(package, args):
 def evaluate_speed(args):
     """The body of `speed`: ratios within each round, on one core."""
     path, rows = results_path(args, "speed"), []
+    for name, cost in antmaze.benchmark("antmaze1", 0).items():
+        rows.append(("speed-simulator", name, "antmaze1", 0, 0, 0, "cpu_microseconds", cost))
+        print(f"{name}: {cost:.1f} microseconds of CPU per step of an ant")
     for experiment, measure in (("loop", measure_loop), ("sac", measure_sac)):
         found, seen = measure(args.rounds), {}
         for name, value in found:
@@ -1429,11 +1450,18 @@ def draw_comparison(path, title, x_label, panels):
 
 def committed_phi(results_dir, label, env):
     """The npz of the first committed seed of a training on env's present maze, or None."""
-    script, variant, env_name = run_of(trained(label, env.name).command, env.name)
+    entry = trained(label, env.name)
+    if entry is None:
+        return None
+    script, variant, env_name = run_of(entry.command, env.name)
     for path in sorted((results_dir / "phi").glob(f"{script}-{env_name}-{variant}-seed*.npz")):
-        file = np.load(path)
-        if np.array_equal(file["xy"], env.truth_xy):
-            return file
+        try:
+            with np.load(path) as file:
+                arrays = dict(file)
+            if np.array_equal(arrays["xy"], env.truth_xy):
+                return arrays
+        except (ValueError, KeyError, zipfile.BadZipFile):
+            raise UsageError(f"{path} is damaged; restore it") from None
     return None
 
 
@@ -1563,8 +1591,7 @@ def make_tables(rows):
         tables[name] = score_table(rows[file], entries, metrics, 0.1)
     tables["differences"] = difference_table(rows["gridworld_prediction"], "prediction-uniform",
                                              "error_optimal", GRIDS, LAPREPS, 0.1)
-    shaping = {"success": "success", "success_at_end": "at the end",
-               "sampled_success": "of the sampled policy", "distance": "distance to the goal",
+    shaping = {"success": "success", "success_at_end": "at the end", "distance": "distance to the goal",
                "fallen": "fallen"}
     entries = [(f"{entry.label}, {entry.command.split()[-1]}", f"shaping-{entry.command.split()[-1]}",
                 label_method(entry.label, env), env)
@@ -1582,7 +1609,7 @@ def make_tables(rows):
 
 def fill_tables(path, tables):
     """Put each table between its markers; a marker without its end, or of an unknown table, is refused."""
-    text = path.read_text(encoding="utf-8")
+    text = gridworld.read_text(path)
     for name in re.findall(r"<!-- table:([\w-]+) -->", text):
         if not re.search(rf"<!-- table:{name} -->\n(?:(?!<!-- table:).)*?<!-- end -->", text, re.DOTALL):
             raise UsageError(f"{path}: <!-- table:{name} --> has no <!-- end --> before the next table; "
@@ -1623,7 +1650,7 @@ def main():
     torch.set_num_threads(1)  # networks this small run slower on more threads
     args = tyro.extras.subcommand_cli_from_dict(
         {name: arguments for name, (arguments, _) in COMMANDS.items()})
-    gridworld.check_ranges(args, {name: limits for name, limits in RANGES.items() if hasattr(args, name)})
+    gridworld.check_ranges(args, RANGES)
     next(run for arguments, run in COMMANDS.values() if type(args) is arguments)(args)
 
 

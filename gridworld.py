@@ -22,10 +22,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 import filelock
@@ -41,6 +41,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from matplotlib.figure import Figure
 
+ROOMS = 10 * "." + "#" + 10 * "."  # a row of two rooms side by side
 MAZES = {
     # 30x30, corridor 2 wide along the bottom, the right side and the top; goal (1, 30), 85 steps from (1, 1).
     "umaze": "\n".join(["G" + 29 * ".", 30 * "."] + 26 * [28 * "#" + ".."] + [30 * ".", "S" + 29 * "."]),
@@ -49,9 +50,8 @@ MAZES = {
                        + 4 * [40 * "."] + ["S" + 39 * "."]),
     # 21x21, doors of one cell from room 1 (bottom left) to 2 (right) to 3 (top right) to 4 (top left), none
     # from 1 to 4; goal (1, 21), 58 steps from (1, 1).
-    "4rooms": "\n".join(["G" + 9 * "." + "#" + 10 * "."] + 3 * [10 * "." + "#" + 10 * "."] + [21 * "."]
-                        + 5 * [10 * "." + "#" + 10 * "."] + [19 * "#" + ".#"] + 5 * [10 * "." + "#" + 10 * "."]
-                        + [21 * "."] + 3 * [10 * "." + "#" + 10 * "."] + ["S" + 9 * "." + "#" + 10 * "."]),
+    "4rooms": "\n".join(["G" + ROOMS[1:]] + 3 * [ROOMS] + [21 * "."] + 5 * [ROOMS] + [19 * "#" + ".#"]
+                        + 5 * [ROOMS] + [21 * "."] + 3 * [ROOMS] + ["S" + ROOMS[1:]]),
 }
 TITLES = {"umaze": "U-Maze", "tmaze": "T-Maze", "4rooms": "4-rooms"}
 MOVES = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (dx, dy) of the actions: up, right, down, left
@@ -60,13 +60,20 @@ MOST_STATES = 6000  # the table of all distances then takes 300 MB
 
 # -------------------------------------------------------------------------------------- bad input, interrupts
 class UsageError(ValueError):
-    """Something that was asked for and cannot be done; the message names the cause and the fix."""
+    """A request that cannot be met; the message names the cause and the fix."""
+
+
+def default(table, name):
+    """What --help shows as the default of a field that depends on --env or on another argument."""
+    known = {key: values[name] for key, values in table.items() if name in values}
+    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
+        f"{key} {value}" for key, value in known.items()) + ")")
 
 
 def check_ranges(args, ranges):
     """Every number of a dataclass within (low, high), both included; None and fields without a range pass."""
     for name, (low, high) in ranges.items():
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         for number in value if isinstance(value, tuple) else () if value is None else (value,):
             if not low <= number <= high:  # NaN fails too
                 raise UsageError(f"--{name.replace('_', '-')} is {number}; "
@@ -82,12 +89,13 @@ def picture_path(path, endings=(".png", ".pdf", ".svg")):
 
 
 def guarded(main):
-    """Runs main(). What a user can cause ends with a line on stderr and exit code 2, interrupts with 130."""
+    """Runs main(); an error that the user can fix prints one line and exits with 2, an interrupt with 130."""
     script = Path(sys.argv[0]).name
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"\n{script}: interrupted; a training continues with --resume", file=sys.stderr)
         sys.exit(130)
@@ -130,54 +138,49 @@ def parse_maze(text, name):
     '#' wall, '.' or ' ' free, 'S' start, 'G' goal; beyond the text is wall. Free cells that cannot be reached
     from S become walls, so that every state has a finite distance.
     """
-    lines = text.splitlines()
-    while lines and not lines[-1]:
-        lines.pop()
+    lines = text.rstrip("\r\n").splitlines()
     if not lines:
         raise UsageError(f"{name}: the maze is empty; write at least one row with an S")
-    marks = {"S": [], "G": []}
-    for row, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
         if len(line) != len(lines[0]):
-            raise UsageError(f"{name}, line {row + 1}: {len(line)} characters "
+            raise UsageError(f"{name}, line {number}: {len(line)} characters "
                              f"but line 1 has {len(lines[0])}; pad it with '#'")
-        for column, character in enumerate(line):
-            if character not in "#. SG":
-                raise UsageError(f"{name}, line {row + 1}: unknown character {character!r}; "
-                                 "use only '#', '.', ' ', 'S', 'G'")
-            if character in marks:
-                marks[character].append((row, column))
-    if len(marks["S"]) != 1:
-        raise UsageError(f"{name}: {len(marks['S'])} start cells; mark exactly one free cell with S")
-    if len(marks["G"]) > 1:
-        raise UsageError(f"{name}, line {marks['G'][1][0] + 1}: a second goal; mark at most one cell with G")
-    open_cells = np.array([[character != "#" for character in line] for line in lines])
-    labels, _ = scipy.ndimage.label(open_cells)
-    free = labels == labels[marks["S"][0]]
-    if free.sum() == 1:
-        raise UsageError(f"{name}, line {marks['S'][0][0] + 1}: the start has no free neighbour; "
-                         "open a cell beside S")
-    goal = marks["G"][0] if marks["G"] else None
+        if unknown := line.strip("#. SG"):
+            raise UsageError(f"{name}, line {number}: unknown character {unknown[0]!r}; "
+                             "use only '#', '.', ' ', 'S', 'G'")
+    cells = np.array([list(line) for line in lines])
+    starts, goals = (list(zip(*np.nonzero(cells == mark))) for mark in "SG")
+    if len(starts) != 1:
+        raise UsageError(f"{name}: {len(starts)} start cells; mark exactly one free cell with S")
+    if len(goals) > 1:
+        raise UsageError(f"{name}, line {goals[1][0] + 1}: a second goal; mark at most one cell with G")
+    start, goal = starts[0], goals[0] if goals else None
+    labels, _ = scipy.ndimage.label(cells != "#")
+    free = labels == labels[start]
+    if free.sum() < 3:
+        raise UsageError(f"{name}, line {start[0] + 1}: {free.sum()} cells can be reached from the start; "
+                         "open at least 3")
     if goal is not None and not free[goal]:
         raise UsageError(f"{name}, line {goal[0] + 1}: the goal cannot be reached from the start; "
                          "open a path or move G")
-    if free.sum() < open_cells.sum():
-        print(f"{name}: {open_cells.sum() - free.sum()} free cells cannot be reached from S "
-              "and count as walls", file=sys.stderr)
-    return free, marks["S"][0], goal
+    lost = (cells != "#").sum() - free.sum()
+    if lost:
+        print(f"{name}: {lost} free cells cannot be reached from S and count as walls", file=sys.stderr)
+    return free, start, goal
 
 
-def read_text(path):
-    """A small text file, or one line that says why not."""
+def read_text(path, most=1_000_000):
+    """A text file of at most `most` bytes, or one line that says why not."""
     try:
-        if not Path(path).is_file() or Path(path).stat().st_size > 1_000_000:
-            raise UsageError(f"{path} is not a text file of at most 1 MB")
+        if not Path(path).is_file() or Path(path).stat().st_size > most:
+            raise UsageError(f"{path} is not a text file of at most {most // 1_000_000} MB")
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text") from None
 
 
 def file_name(path, text):
-    """A name for what a file holds, fit for paths and tables: two files of other content never share it."""
+    """A name for a file's content, fit for paths and tables; files with other content get other names."""
     return (re.sub(r"[^A-Za-z0-9_.]", "_", Path(path).stem) + "-"
             + hashlib.sha256(text.encode()).hexdigest()[:6])
 
@@ -196,17 +199,18 @@ def read_maze(maze, built_in, most):
 # ------------------------------------------------------------------------------------------------ environment
 def check_constructor(num_envs, seed, max_episode_steps, start, render_mode, num_threads=1):
     """What the vector environments of both domains refuse."""
-    for name, value, low, high in (("num_envs", num_envs, 1, 2**20), ("seed", seed, 0, 2**64),
-                                   ("num_threads", num_threads, 1, 1024)):
-        if not (name == "seed" and seed is None) and not (
-                isinstance(value, (int, np.integer)) and low <= value <= high):
-            raise UsageError(f"{name} is {value!r}; use an integer from {low} to {high}")
-    if not max_episode_steps >= 1:
-        raise UsageError(f"max_episode_steps is {max_episode_steps}; use at least 1")
-    if start not in ("s0", "uniform"):
-        raise UsageError(f"start is {start!r}; use 's0' or 'uniform'")
-    if render_mode not in (None, "rgb_array"):
-        raise UsageError(f"render_mode is {render_mode!r}; use None or 'rgb_array'")
+    def whole(value, low, high):
+        return isinstance(value, (int, np.integer)) and low <= value <= high
+
+    for name, value, fits, use in (
+            ("num_envs", num_envs, whole(num_envs, 1, 2**20), f"an integer from 1 to {2**20}"),
+            ("num_threads", num_threads, whole(num_threads, 1, 1024), "an integer from 1 to 1024"),
+            ("seed", seed, seed is None or whole(seed, 0, 2**64), f"an integer from 0 to {2**64}"),
+            ("max_episode_steps", max_episode_steps, max_episode_steps >= 1, "at least 1"),
+            ("start", start, start in ("s0", "uniform"), "'s0' or 'uniform'"),
+            ("render_mode", render_mode, render_mode in (None, "rgb_array"), "None or 'rgb_array'")):
+        if not fits:
+            raise UsageError(f"{name} is {value!r}; use {use}")
 
 
 class GridWorldVec(VectorEnv):
@@ -219,7 +223,7 @@ class GridWorldVec(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
 
-    def __init__(self, maze="umaze", num_envs=1, *, seed=None, start="s0", max_episode_steps=100,
+    def __init__(self, maze="umaze", num_envs=1, seed=None, *, start="s0", max_episode_steps=100,
                  render_mode=None):
         check_constructor(num_envs, seed, max_episode_steps, start, render_mode)
         self.num_envs, self.start, self.max_episode_steps, self.render_mode = (
@@ -265,15 +269,14 @@ class GridWorldVec(VectorEnv):
 
     def place(self, mask, where):
         """Put the agents of `mask` [N] at "s0", at "uniform" free states, or at given states [mask.sum()]."""
-        if isinstance(where, str):
-            if where not in ("s0", "uniform"):
-                raise UsageError(f"where is {where!r}; use 's0', 'uniform' or states")
-            where = (self.start_index if where == "s0"
-                     else self.rng.integers(self.num_states, size=mask.sum()))
+        if isinstance(where, str) and where == "s0":
+            where = self.start_index
+        elif isinstance(where, str) and where == "uniform":
+            where = self.rng.integers(self.num_states, size=mask.sum())
         where = np.asarray(where)
         if (where.dtype.kind not in "iu" or where.shape not in ((), (mask.sum(),))
                 or (where // self.num_states).any()):
-            raise UsageError(f"where must be {mask.sum()} states in 0..{self.num_states - 1}")
+            raise UsageError(f"where must be 's0', 'uniform' or {mask.sum()} states below {self.num_states}")
         self.obs = self.obs.copy()
         self.obs[mask] = where
 
@@ -317,12 +320,10 @@ class GridWorldVec(VectorEnv):
         if (actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu"
                 or not (actions // 4 == 0).all()):
             raise UsageError(f"actions must be {self.num_envs} integers in 0..3")
-        done = self.autoreset
+        done = self.autoreset  # these begin anew: their action is ignored
+        self.move(actions)
         if done.any():
             self.place(done, self.start)
-        before = self.obs
-        self.move(actions)
-        self.obs[done] = before[done]
         self.elapsed = np.where(done, 0, self.elapsed + 1)
         terminated = (self.obs == self.goal_index) & ~done
         truncated = (self.elapsed >= self.max_episode_steps) & ~terminated & ~done
@@ -392,7 +393,7 @@ class GridWorldVec(VectorEnv):
         moved = self.truth_xy[self.next_state] - self.truth_xy[:, None]  # [S, 4, 2]
         shown = (self.truth_xy % 2 == 1).all(1)
         columns, (height, width) = (len(omega) + 1) // 2, self.free.shape
-        figure = Figure(figsize=(3.2 * columns + 1, max(3.0, 6.6 * height / width) + 0.6),
+        figure = Figure(figsize=(3.2 * columns + 1, min(20.0, max(3.0, 6.6 * height / width)) + 0.6),
                         layout="constrained")
         axes = figure.subplots(2, columns, squeeze=False)
         for skill, (ax, delta) in enumerate(zip(axes.ravel(), omega)):
@@ -440,11 +441,6 @@ for _id, _maze in (("UMaze", "umaze"), ("TMaze", "tmaze"), ("4Rooms", "4rooms"))
                        max_episode_steps=100, kwargs={"maze": _maze})
 
 
-def make(name, num_envs, seed, **kwargs):
-    """The vector environment of a built-in maze or of a maze text file."""
-    return GridWorldVec(name, num_envs, seed=seed, **kwargs)
-
-
 # ----------------------------------------------------------------------------- run directories, any algorithm
 FREE = ("run_dir", "resume", "checkpoint_every", "tensorboard", "results_dir")  # they change no result
 
@@ -472,31 +468,25 @@ def write_atomically(path, content):
         temporary.unlink(missing_ok=True)
 
 
-def saved(save, *content, **named):
-    """The bytes that torch.save or np.savez writes; the disk's errors then come from `write_atomically`."""
-    buffer = io.BytesIO()
-    save(*content, buffer) if content else save(buffer, **named)
-    return buffer.getvalue()
-
-
 def load_checkpoint(path, scripts):
     """The checkpoint of a run directory or file, by one of `scripts`; whatever is wrong gets one line."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, or a checkpoint")
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.testzip() is not None:  # torch.load does not check the sums
                 raise zipfile.BadZipFile
         checkpoint = torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; give a run directory with a checkpoint.pt, "
-                         "or a checkpoint") from None
     except Exception as error:
         raise UsageError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); "
                          "restore it or start elsewhere") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("script") not in scripts:
         raise UsageError(f"{path} is not a checkpoint of {' or '.join(scripts)}; choose another")
-    if (not {"args", "env_name", "update", "networks"} <= set(checkpoint)
-            or not isinstance(checkpoint["args"], dict)):
+    kinds = {"args": dict, "env_name": str, "variant": str, "update": int, "networks": dict}
+    if (not all(isinstance(checkpoint.get(key), kind) for key, kind in kinds.items())
+            or not isinstance(checkpoint["args"].get("env"), str) or "seed" not in checkpoint["args"]
+            or checkpoint["update"] < 0 or not all(map(torch.is_tensor, checkpoint["networks"].values()))):
         raise UsageError(f"{path} is of another version of the script; use that version or start elsewhere")
     if not all(torch.isfinite(value).all() for value in checkpoint["networks"].values()):
         raise UsageError(f"{path} holds weights that are not finite; restore it or start elsewhere")
@@ -504,7 +494,7 @@ def load_checkpoint(path, scripts):
 
 
 def rebuild(path, checkpoint, kind, make_env):
-    """(args, env) of a checkpoint: its arguments as a `kind`, and make_env(args.env), if still the same."""
+    """(args, env) of a checkpoint, args a `kind`; refuses one whose environment has changed since."""
     try:
         args = kind(**checkpoint["args"])
     except TypeError:
@@ -516,12 +506,23 @@ def rebuild(path, checkpoint, kind, make_env):
 
 
 def load_state(path, load):
-    """Runs load(), which puts a checkpoint's parts into place; those missing or not fitting get one line."""
+    """load(), which restores a checkpoint; parts that are missing or do not fit raise a UsageError."""
     try:
-        load()
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        return load()
+    except UsageError:
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise UsageError(f"{path} does not fit this version or this environment "
                          f"({type(error).__name__})") from None
+
+
+def restore_run(run, checkpoint):
+    """Puts the checkpoint's part of `run` into place; other types and shapes do not fit."""
+    for key, value in run.items():
+        stored = checkpoint[key]
+        if type(stored) is not type(value) or torch.is_tensor(value) and stored.shape != value.shape:
+            raise TypeError
+        run[key] = stored
 
 
 @contextmanager
@@ -560,6 +561,8 @@ def run_directory(args, env, variant, script, may_change=()):
         done = checkpoint["update"] + (not checkpoint.get("rows", True)) if checkpoint else 0
         if done > getattr(args, "updates", math.inf):
             raise UsageError(f"{run_dir} has {checkpoint['update']} updates already; use more --updates")
+        if getattr(args, "tensorboard", False):
+            tensorboard_writer(run_dir)
         print(f"writing to {run_dir}"
               + (f", continuing after update {checkpoint['update']}" if checkpoint else ""))
         yield run_dir, checkpoint
@@ -578,7 +581,9 @@ def write_args(args, env, variant, script, run_dir):
 def save_checkpoint(run_dir, script, variant, env, args, content):
     """checkpoint.pt: what it is of, and all that a continued run needs."""
     facts = {"script": script, "variant": variant, "env_name": env.name, "args": asdict(args)}
-    write_atomically(run_dir / "checkpoint.pt", saved(torch.save, facts | content))
+    buffer = io.BytesIO()  # a full disk is then an OSError of `write_atomically`, not torch's RuntimeError
+    torch.save(facts | content, buffer)
+    write_atomically(run_dir / "checkpoint.pt", buffer.getvalue())
 
 
 def as_tensors(tree):
@@ -586,6 +591,15 @@ def as_tensors(tree):
     if isinstance(tree, dict):
         return {key: as_tensors(value) for key, value in tree.items()}
     return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
+
+
+def save_or_stop(args, number, stop, save):
+    """Ends an update: save() every --checkpoint-every, after the last one, and before a stop asked for."""
+    halt = bool(stop)  # read once: what was saved is what is left
+    if number % args.checkpoint_every == 0 or number == args.updates or halt:
+        save()
+    if halt and number < args.updates:
+        raise KeyboardInterrupt
 
 
 def add_to_sums(sums, info, number):
@@ -598,13 +612,10 @@ def add_to_sums(sums, info, number):
         sums[key] = (total + float(value), count + 1)
 
 
-def means(sums):
-    return {key: total / count for key, (total, count) in sorted(sums.items())}
-
-
-def log_row(run, row, run_dir, bar, writer, shown):
-    """Adds a row of numbers to the run and writes metrics.csv anew; what did not occur between two log points
-    is left empty there."""
+def log_row(args, run, row, run_dir, bar, shown):
+    """Adds `row` and the means since the last one to the run, and writes metrics.csv anew; what did not occur
+    between two rows is left empty there."""
+    row |= {key: total / count for key, (total, count) in sorted(run["sums"].items())}
     row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
     run["rows"].append(row)
     run["sums"] = {}
@@ -612,15 +623,13 @@ def log_row(run, row, run_dir, bar, writer, shown):
     cells = [[format(row[key], "d" if isinstance(row[key], int) else ".6g") if key in row else ""
               for key in columns] for row in run["rows"]]
     write_atomically(run_dir / "metrics.csv", ("\n".join(map(",".join, [columns, *cells])) + "\n").encode())
-    for key, value in row.items() if writer else ():
-        writer.add_scalar(key, value, row["env_steps"])
+    for key, value in row.items() if args.tensorboard else ():
+        tensorboard_writer(run_dir).add_scalar(key, value, row["env_steps"])
     bar.set_postfix({key: format(row[f"eval/{key}"], ".2f") for key in shown if f"eval/{key}" in row})
 
 
-def tensorboard_writer(args, run_dir):
-    """torch's SummaryWriter with --tensorboard, otherwise None."""
-    if not args.tensorboard:
-        return None
+@lru_cache(maxsize=1)
+def tensorboard_writer(run_dir):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -648,6 +657,25 @@ def rank_correlation(phi, env):
         "eval/spearman_s0": scipy.stats.spearmanr(from_start, env.distance[env.start_index]).statistic,
         "eval/extent": distance.max(),
     }
+
+
+def coverage(run, env):
+    """Scores of run["visits"], visits of each cell since it was set to 0; run["ever"]: cells visited before.
+
+    far: share of the visits to the furthest fifth of the cells. reached: distance of the furthest cell.
+    """
+    visits = run["visits"].numpy()
+    run["ever"] |= run["visits"] > 0
+    row = {"eval/coverage_total": run["ever"].float().mean()}
+    if visits.any():
+        row["eval/coverage"] = (visits > 0).mean()
+        if hasattr(env, "cell_distance"):
+            far = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
+            row |= {"eval/far": visits[far].sum() / visits.sum(),
+                    "rollout/reached": env.cell_distance[visits > 0].max()}
+    if hasattr(env, "diverged"):
+        row["rollout/diverged"] = env.diverged
+    return row
 
 
 def draw_truth(ax, env):
@@ -715,6 +743,8 @@ def draw_curves(path, runs):
     """
     found = dict.fromkeys(key for seeds in runs.values() for seed in seeds for row in seed for key in row)
     names = [name for name in found if name.startswith("eval/") or name in CURVES]
+    if not names:
+        raise UsageError("the runs have logged nothing that is drawn; train longer")
     rows = -(-len(names) // 4)
     figure = Figure(figsize=(13, 2.3 * rows + 0.7))
     figure.subplots_adjust(0.04, 0.6 / (2.3 * rows + 0.7), 0.99, 0.95, 0.2, 0.35)
@@ -745,7 +775,7 @@ def write_representation(run_dir, env, phi, run, label):
                   snapshots=list(snapshots.values()))
     if env.distance is not None:
         arrays["distance"] = env.distance[env.start_index]
-    write_atomically(run_dir / "phi.npz", saved(np.savez_compressed, **arrays))
+    np.savez_compressed(run_dir / "phi.npz", **arrays)
     last = run["rows"][-1]
     scores = ", ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in last.items()
                        if key.startswith("eval/"))
@@ -764,23 +794,11 @@ class Args:
     """umaze, tmaze, 4rooms, a maze text file, or all three built-in mazes"""
     picture: str = "gridworlds.png"
     """where the drawing goes"""
-    benchmark: bool = False
-    """also time GridWorldVec against Gymnasium's SyncVectorEnv over single environments"""
-
-
-def steps_per_second(step, steps_per_call, seconds=1.0):
-    """Environment steps per CPU second of calling `step()` over and over for `seconds`."""
-    step()
-    calls, begin = 0, time.process_time()
-    while time.process_time() - begin < seconds:
-        step()
-        calls += 1
-    return calls * steps_per_call / (time.process_time() - begin)
 
 
 def main(args):
     names, path = list(MAZES) if args.maze == "all" else [args.maze], picture_path(args.picture)
-    envs = [make(name, 32, 0) for name in names]
+    envs = [GridWorldVec(name) for name in names]
     figure = Figure(figsize=(4.5 * len(envs), 4), layout="constrained")
     for ax, env in zip(figure.subplots(1, len(envs), squeeze=False)[0], envs):
         draw_truth(ax, env)
@@ -789,14 +807,6 @@ def main(args):
         print(f"{env.name}: {env.num_states} states, furthest {from_start.max():.0f} steps from s0, {goal}")
     figure.savefig(path, dpi=110)
     print(f"picture: {path}")
-    if args.benchmark:
-        env, actions = envs[0], np.random.default_rng(0).integers(4, size=32)
-        sync = gymnasium.vector.SyncVectorEnv([lambda: GridWorldEnv(names[0])] * 32)
-        sync.reset(seed=0)
-        peer = steps_per_second(lambda: sync.step(actions), 32)
-        for name, step in (("step", env.step), ("move", env.move)):
-            print(f"GridWorldVec.{name}, 32 agents: {steps_per_second(lambda: step(actions), 32) / peer:.0f} "
-                  "times gymnasium.SyncVectorEnv's steps per CPU second")
 
 
 if __name__ == "__main__":

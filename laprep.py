@@ -31,14 +31,14 @@ added every --updates-per-rollout updates (on the gridworlds about as many envir
 Episodes have TATC's K steps, on the gridworlds in the uniform prior Wu's 50. On the ants the data holds every
 10th state of episodes of 500 steps: a randomly acting ant moves 0.1 unit in 10 steps, so that single steps of
 short episodes do not tell the eigenvectors apart (R^2 of the exact second one, seed 0: 0.94 and 0.95 with
-Wu's episodes of 50 steps, 0.999 on both mazes with these; results/trials.csv). --objective generalized (Wang
-et al., ICML 2021) and allo (Gomez et al., ICLR 2024) find the eigenvectors themselves, in order, instead of
-some rotation of them; --reachability is RA-LapRep (Wang et al., ICML 2023).
+Wu's episodes of 50 steps, 0.999 on both mazes with these; results/trials.csv). --objective allo (Gomez et
+al., ICLR 2024) finds the eigenvectors in order, not a rotation of them; --reachability is RA-LapRep.
 """
 
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, Optional
 
 import numpy as np
@@ -64,16 +64,11 @@ DEFAULTS = {
 }
 OBJECTIVES = {
     "graph_drawing": dict(batch_size=128, beta=0.25),
-    "generalized": dict(batch_size=128, beta=0.25),
     "allo": dict(batch_size=1024, beta=1.0),
 }
 
 
-def default(name):
-    """What --help shows as the default of a field that depends on --env or --objective."""
-    known = {key: values[name] for key, values in (DEFAULTS | OBJECTIVES).items() if name in values}
-    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
-        f"{key} {value}" for key, value in known.items()) + ")")
+default = partial(gridworld.default, DEFAULTS | OBJECTIVES)
 
 
 @dataclass
@@ -91,8 +86,8 @@ class Args:
     """number of updates"""
     prior: Literal["s0", "uniform"] = "s0"
     """s0: episodes start where the last ended, or at s0 with probability p_r; uniform: at any free state"""
-    objective: Literal["graph_drawing", "generalized", "allo"] = "graph_drawing"
-    """graph_drawing: Eq. 1; generalized: sum over the first 1..d coordinates; allo: augmented Lagrangian"""
+    objective: Literal["graph_drawing", "allo"] = "graph_drawing"
+    """graph_drawing: Eq. 1; allo: augmented Lagrangian, the eigenvectors themselves in order"""
     reachability: bool = False
     """RA-LapRep: allo's coordinates over the square roots of their eigenvalues, without the constant one"""
     dim: int = 2
@@ -141,7 +136,7 @@ RANGES = dict(
 
 def resolve(args, env):
     """The values for this environment and objective in place of None."""
-    kind = "indices" if np.issubdtype(env.obs.dtype, np.integer) else "vectors"
+    kind = "indices" if env.obs_scale is None else "vectors"
     values = DEFAULTS[kind] | DEFAULTS.get(args.env, {}) | OBJECTIVES[args.objective]
     if args.prior == "uniform" and kind == "indices":
         values["episode_length"] = 50
@@ -161,7 +156,7 @@ def resolve(args, env):
 
 
 def prepare(args):
-    """(environment, variant) of the arguments, which get their values for it: the name of the run."""
+    """Builds the environment, fills in the arguments' defaults and names the run: (env, variant)."""
     gridworld.check_ranges(args, RANGES)
     env = make_env(args.env, args.num_envs, args.seed)
     resolve(args, env)
@@ -187,27 +182,22 @@ class Phi(nn.Module):
         self.out = nn.Linear(hidden, dim)
 
     def forward(self, obs):
-        if obs.is_floating_point():
-            first = (obs * self.obs_scale) @ self.weight_obs + self.bias
-        else:
+        if self.obs_scale is None:
             first = F.embedding(obs, self.weight_obs) + self.bias
+        else:
+            first = (obs * self.obs_scale) @ self.weight_obs + self.bias
         return self.out(F.relu(self.third(F.relu(self.second(F.relu(first))))))
 
 
 # ----------------------------------------------------------------------------------------------------- losses
-def graph_drawing_loss(phi_u, phi_v, beta, weights):
-    """Eq. 1, with phi_u, phi_v [n, d] of n independent pairs; weights [d], all 1.
-
-    weights d, d-1, ..., 1 give the generalized objective, the sum of Eq. 1 over the first k coordinates for
-    k = 1..d: coordinate i is in d + 1 - i of these sums, the pair i, j in the smaller of their two numbers.
-    """
+def graph_drawing_loss(phi_u, phi_v, beta):
+    """Eq. 1, with phi_u, phi_v [n, d] of n independent pairs (u, v)."""
     count = len(phi_u)
-    attract = ((phi_u - phi_v).square() * weights).sum() / count
-    square = phi_u.square()
-    off_diagonal = (  # E[phi_i phi_j]^2, [d, d]
-        ((phi_u.T @ phi_u).square() - square.T @ square) / (count * (count - 1)))
-    repel = ((off_diagonal * torch.minimum(weights[:, None], weights)).sum()
-             - 2 * (square * weights).sum() / count)
+    attract = (phi_u - phi_v).square().sum(-1).mean()
+    norm = phi_u.square().sum(-1)  # ||phi(x)||^2, [n]
+    product = (  # mean of (phi(x)^T phi(y))^2 over the pairs x != y
+        ((phi_u.T @ phi_u).square().sum() - norm.square().sum()) / (count * (count - 1)))
+    repel = product - 2 * norm.mean()
     return attract + beta * repel, {"attract": attract.detach(), "repel": repel.detach()}
 
 
@@ -235,12 +225,12 @@ def augmented_lagrangian_loss(phi_u, phi_v, duals, beta):
 def rollout(args, env, rng):
     """N random walks of K steps, every pair_gap-th state [N, K / pair_gap + 1, ...], and all states' cells.
 
-    In the s0 prior each goes on where it was, or from s0 with probability p_r.
+    In the s0 prior each goes on where it was, or from s0 with probability p_r or if it has fallen.
     """
     if args.prior == "uniform":
         env.place(np.ones(args.num_envs, dtype=bool), "uniform")
     else:
-        env.place(rng.random(args.num_envs) < args.reset_prob, "s0")
+        env.place((rng.random(args.num_envs) < args.reset_prob) | env.fallen(), "s0")  # as TATC (D7)
     heads, values = env.action_shape
     actions = rng.integers(values, size=(args.episode_length, args.num_envs, heads))
     obs = [env.obs] + [env.move(action) for action in actions]
@@ -270,10 +260,7 @@ def update(args, phi, optimizer, duals, data, rng):
     if args.objective == "allo":
         loss, info, error = augmented_lagrangian_loss(phi_u, phi_v, duals, args.beta)
     else:
-        weights = torch.ones(args.dim)
-        if args.objective == "generalized":
-            weights = weights.cumsum(0).flip(0)
-        loss, info = graph_drawing_loss(phi_u, phi_v, args.beta, weights)
+        loss, info = graph_drawing_loss(phi_u, phi_v, args.beta)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -326,10 +313,17 @@ def representation(args, phi, duals, obs):
 def load(path, num_envs=1, seed=0):
     """(args, env, phi) of a run directory or checkpoint; phi takes obs [n, ...] and gives an array [n, d]."""
     checkpoint = gridworld.load_checkpoint(path, ("laprep",))
-    args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
-    phi = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale)
-    gridworld.load_state(path, lambda: phi.load_state_dict(checkpoint["networks"]))
-    return args, env, lambda obs: representation(args, phi, checkpoint["duals"], obs)
+
+    def build():
+        args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
+        gridworld.check_ranges(args, RANGES)
+        phi, duals = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale), checkpoint["duals"]
+        phi.load_state_dict(checkpoint["networks"])
+        if duals.shape != (args.dim, args.dim) or not duals.isfinite().all():
+            raise ValueError
+        return args, env, lambda obs: representation(args, phi, duals, obs)
+
+    return gridworld.load_state(path, build)
 
 
 def train(args):
@@ -347,28 +341,29 @@ def train(args):
         if hasattr(env, "laplacian_eigenvectors"):
             exact = env.laplacian_eigenvectors(min(args.dim + 8, len(env.truth_obs)))
         episodes = -(-args.samples // args.episode_length)  # held as data, rounded up
-        data = []
+        data = None
         # What changes beside network, optimiser, environment, data and random numbers: the checkpoint's rest.
         run = {"update": 0, "seconds": 0.0, "env_steps": 0, "rows": [], "sums": {}, "snapshots": {},
                "visits": torch.zeros(env.num_cells, dtype=torch.long),
                "ever": torch.zeros(env.num_cells, dtype=torch.bool)}
 
         def collect():
+            nonlocal data
             walks, cells = rollout(args, env, rng)
             run["visits"] += torch.as_tensor(np.bincount(cells, minlength=env.num_cells))
-            run["ever"] |= run["visits"] > 0
             run["env_steps"] += args.num_envs * args.episode_length
-            data[:] = [np.concatenate([*data, walks])[-episodes:]]
+            data = walks if data is None else np.concatenate([data, walks])[-episodes:]
 
         def restore():
+            nonlocal data
             phi.load_state_dict(checkpoint["networks"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             duals.copy_(checkpoint["duals"])
             env.set_state(checkpoint["env"])
             rng.bit_generator.state = checkpoint["rng"]
-            run.update({key: checkpoint[key] for key in run})
+            gridworld.restore_run(run, checkpoint)
             if args.data == "online":
-                data[:] = [checkpoint["data"].numpy()]
+                data = checkpoint["data"].numpy()
 
         if args.data == "offline":  # made again from the seed on --resume: it would be most of the checkpoint
             for _ in tqdm(range(-(-episodes // args.num_envs)), desc="data", unit="rollout",
@@ -377,49 +372,36 @@ def train(args):
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
         gridworld.write_args(args, env, variant, "laprep", run_dir)
-        writer = gridworld.tensorboard_writer(args, run_dir)
 
         def save():
             content = {"duals": duals, "networks": phi.state_dict(), "optimizer": optimizer.state_dict(),
                        "rng": rng.bit_generator.state, "env": gridworld.as_tensors(env.get_state())} | (
-                           {"data": torch.as_tensor(data[0])} if args.data == "online" else {})
+                           {"data": torch.as_tensor(data)} if args.data == "online" else {})
             gridworld.save_checkpoint(run_dir, "laprep", variant, env, args, run | content)
 
-        cell_distance = getattr(env, "cell_distance", None)
-        far_cells = None if cell_distance is None else cell_distance >= np.quantile(cell_distance, 0.8)
         stages = {max(1, round(share * args.updates)) for share in (0.03, 0.08, 0.15, 0.3, 0.6, 1.0)}
-        first, begin = run["update"] + 1, time.perf_counter() - run["seconds"]
-        bar = tqdm(range(first, args.updates + 1), initial=run["update"], total=args.updates, unit="update",
-                   dynamic_ncols=True)
+        begin = time.perf_counter() - run["seconds"]
+        bar = tqdm(range(run["update"] + 1, args.updates + 1), initial=run["update"], total=args.updates,
+                   unit="update", dynamic_ncols=True)
         for number in bar:
             if args.data == "online" and (number - 1) % args.updates_per_rollout == 0:
                 collect()
-            gridworld.add_to_sums(run["sums"], update(args, phi, optimizer, duals, data[0], rng), number)
+            gridworld.add_to_sums(run["sums"], update(args, phi, optimizer, duals, data, rng), number)
             run["update"], run["seconds"] = number, time.perf_counter() - begin
             if number in stages:
                 run["snapshots"][number] = torch.as_tensor(representation(args, phi, duals, env.truth_obs))
             if number % args.log_every == 0 or number == args.updates:
-                array, visits = representation(args, phi, duals, env.truth_obs), run["visits"].numpy()
                 row = {"update": number, "env_steps": run["env_steps"], "seconds": run["seconds"]}
-                row |= gridworld.means(run["sums"]) | gridworld.rank_correlation(array, env)
+                row |= gridworld.rank_correlation(representation(args, phi, duals, env.truth_obs), env)
                 if exact is not None:
                     with torch.no_grad():
                         row |= eigenvector_scores(phi(torch.as_tensor(env.truth_obs)).numpy(), *exact)
-                row |= {"eval/coverage_total": run["ever"].float().mean()}
-                if visits.any():  # not between two rollouts
-                    row["eval/coverage"] = (visits > 0).mean()
-                    if cell_distance is not None:
-                        row |= {"eval/far": visits[far_cells].sum() / visits.sum(),
-                                "rollout/reached": cell_distance[visits > 0].max()}
-                gridworld.log_row(run, row, run_dir, bar, writer,
+                row |= gridworld.coverage(run, env)
+                gridworld.log_row(args, run, row, run_dir, bar,
                                   ("spearman_all", "spearman_s0", "subspace", "fiedler_r2"))
                 if args.data == "online":
                     run["visits"][:] = 0
-            halt = bool(stop)  # read once: what was saved is what is left
-            if number % args.checkpoint_every == 0 or number == args.updates or halt:
-                save()
-            if halt and number < args.updates:
-                raise KeyboardInterrupt
+            gridworld.save_or_stop(args, number, stop, save)
         gridworld.write_representation(
             run_dir, env, representation(args, phi, duals, env.truth_obs), run, args.env)
 

@@ -12,9 +12,10 @@ D1  Eq. 5 is read as the mean over steps of the squared norm (--boredom selects 
 D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N trajectories of length c" is
     --skills-per-update 1, the default on the ants.
 D3  Open in the paper: the critics are separate networks of the policies' shape that also see the time left.
-D4  The entropy coefficient of pi_low is 1 on the gridworlds (paper: 0.1, for returns that sum c rewards).
-D5  On the ants both policies learn by PPO: several passes with a clipped ratio, GAE, discount
-    (--policy-update a2c is the paper's).
+D4  The entropy coefficient of pi_low is 1 on the gridworlds other than U-Maze (paper: 0.1).
+D5  On the ants both policies learn by PPO with Adam: 4 passes of 8 minibatches (pi_hi: 8 passes over its
+    whole batch), ratio clipped at 0.2, gradient norm at 0.5, normalised advantages; for pi_low GAE with
+    lambda 0.9, discount 0.95, entropy coefficient 0.003 (--policy-update a2c is the paper's, with RMSprop).
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the
     paper's), and phi sees x, y at four times and everything else at a fiftieth of the policies' scale
     (antmaze.py, phi_scale).
@@ -23,7 +24,8 @@ D8  On the ants phi learns from every 10th state of the last 20 updates (--phi-m
 D9  On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
 D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from
     the rest of that skill (--fall-cost 0 is the paper's).
-D11 On the ants the step sizes go linearly to 0 in the second half of the updates (--anneal 0 is the paper's).
+D11 On the ants training ends after 6000 updates (paper: 10,000), and the step sizes go linearly to 0 in the
+    second half (--anneal 0 is the paper's).
 """
 
 import math
@@ -71,11 +73,7 @@ FALL_AFTER = 1000  # updates before a fall costs anything: skills have to be fas
 CLIP_COEF = 0.2
 
 
-def default(name):
-    """What --help shows as the default of a field that depends on --env."""
-    known = {env: values[name] for env, values in (DEFAULTS | POLICY_UPDATES).items() if name in values}
-    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
-        f"{env} {value}" for env, value in known.items()) + ")")
+default = partial(gridworld.default, DEFAULTS | POLICY_UPDATES)
 
 
 @dataclass
@@ -163,11 +161,14 @@ RANGES = dict(
 
 
 def resolve(args, env):
-    """The values for this environment in place of None; what has to divide what is checked."""
-    kind = "indices" if np.issubdtype(env.obs.dtype, np.integer) else "vectors"
+    """Replaces every None by its value for this environment; checks that c divides K, pair_gap c, and
+    skills_per_update L."""
+    kind = "indices" if env.obs_scale is None else "vectors"
     values = DEFAULTS[kind] | DEFAULTS.get(args.env, {})
     args.policy_update = args.policy_update or values["policy_update"]
-    for name, value in (POLICY_UPDATES[args.policy_update] | values).items():
+    preset = POLICY_UPDATES[args.policy_update]
+    usual = args.policy_update == values["policy_update"]  # its coefficients per environment are for that one
+    for name, value in (preset | values if usual else values | preset).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.episode_length is None:
@@ -184,7 +185,8 @@ def resolve(args, env):
 
 
 def prepare(args):
-    """(environment, variant) of the arguments, which get their values for it: the name of the run."""
+    """Builds the environment, fills in the arguments' defaults and names the run: (env, variant). Values that
+    come with --policy-update are not part of the name."""
     gridworld.check_ranges(args, RANGES)
     env = make_env(args.env, args.num_envs, args.seed)
     resolve(args, env)
@@ -243,7 +245,7 @@ def make_optimizers(args, networks):
 
     def make(name, parameters):
         if name == "phi" or args.policy_update == "a2c":
-            return torch.optim.RMSprop(parameters, lr=args.learning_rate, foreach=True)
+            return torch.optim.RMSprop(parameters, lr=args.learning_rate)
         return torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
 
     return {name: make(name, parameters) for name, parameters in groups.items()}
@@ -306,8 +308,8 @@ def tatc_loss(args, encode, walks, skill_paths, rng):
 
 
 def ppo_loss(log_prob, entropy, value, old_log_prob, advantage, returns, entropy_coef, value_coef):
-    """PPO's clipped objective, entropy bonus and the critic's error, all [n]; before the first step it is
-    A2C's policy gradient."""
+    """PPO's clipped objective, entropy bonus and the critic's error, all [n]; at ratio 1, before the first
+    step, its gradient is A2C's."""
     ratio = (log_prob - old_log_prob).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF) * advantage)
     policy_loss = -gain.mean() - entropy_coef * entropy.mean()
@@ -317,7 +319,7 @@ def ppo_loss(log_prob, entropy, value, old_log_prob, advantage, returns, entropy
 
 
 def lambda_returns(rewards, values, ended, gamma, gae_lambda):
-    """TD(lambda) returns [n, T], GAE's advantages plus values; gamma = lambda = 1 are Monte-Carlo returns.
+    """TD(lambda) returns [n, T] = GAE's advantages + values; gamma = lambda = 1 gives Monte-Carlo returns.
 
     rewards, values [n, T]; ended [n, T]: nothing follows that step. Nothing follows the last step either.
     """
@@ -331,7 +333,8 @@ def lambda_returns(rewards, values, ended, gamma, gae_lambda):
 # ---------------------------------------------------------------------------------------------------- rollout
 @torch.no_grad()
 def skill_policy(pi_low, omega, action_shape, obs, skill):
-    """Probabilities [..., heads, values] of pi_low at obs [..., ...] for skills [...], rows of omega."""
+    """Probabilities [..., heads, values] of pi_low at obs (indices [...] or vectors [..., obs_size]) for
+    skills [...], rows of omega."""
     obs, skill = torch.as_tensor(obs), torch.as_tensor(skill)
     return F.softmax(pi_low(obs, omega[skill]).unflatten(-1, action_shape), dim=-1).numpy()
 
@@ -410,88 +413,85 @@ def log_prob_and_entropy(logits, actions):
     return log_pi.gather(-1, actions[..., None]).squeeze(-1).sum(-1), -(log_pi.exp() * log_pi).sum((-1, -2))
 
 
-def update_policy(args, policy, critic, optimizer, omega, obs, skill, actions, rewards, fallen, level, rng):
-    """A2C or PPO on trajectories: obs [n, T, ...], actions [n, T, heads], rewards [n, T], fallen [n, T + 1],
-    skill [n] in omega [k, d].
+def update_policy(args, level, policy, critic, optimizer, obs, delta, actions, rewards, fallen, rng):
+    """A2C or PPO on n trajectories of T choices; level is "low" or "high".
 
-    Nothing is learned from steps after a fall, and nothing follows it. Returns the terms of the last loss.
+    obs [n, T, ...], delta [n, d] (the skill's direction; d = 0 for pi_hi), actions [n, T, heads],
+    rewards [n, T], fallen [n, T + 1]: nothing is learned from choices after a fall, and nothing follows it.
+    Returns the terms of the last loss.
     """
     count, steps = rewards.shape
     ppo, low = args.policy_update == "ppo", level == "low"
     gamma, gae_lambda = (args.gamma, args.gae_lambda) if low else (1.0, 1.0)  # Eq. 4 is a return already
     entropy_coef = args.low_entropy_coef if low else args.high_entropy_coef
-    epochs = args.update_epochs if low or not ppo else 8
+    epochs = 8 if ppo and not low else args.update_epochs
     minibatches = 8 if ppo and low else 1
-    time_left = (1 - torch.arange(steps) / steps).repeat(count)[:, None]
-    upright = ~fallen[:, :-1].flatten()
+    delta = delta[:, None].expand(-1, steps, -1)  # [n, T, d]
+    time_left = (1 - torch.arange(steps) / steps)[:, None].expand(count, -1, -1)  # [n, T, 1]
+    upright = ~fallen[:, :-1]
     if upright.sum() < max(2, minibatches):  # nearly all lie on their back
         return {}
 
-    def outputs(obs, skill, time_left, actions):
-        """log pi, entropy and value, all [n]."""
-        if obs.is_floating_point():
-            logits = policy(obs, omega[skill])
-        else:  # a (state, skill) pair that was visited many times goes through the network once
-            pairs, inverse = torch.unique(obs * len(omega) + skill, return_inverse=True)
-            logits = F.embedding(inverse, policy(pairs // len(omega), omega[pairs % len(omega)]))
-        log_prob, entropy = log_prob_and_entropy(logits.unflatten(-1, (actions.shape[-1], -1)), actions)
-        return log_prob, entropy, critic(obs, torch.cat([omega[skill], time_left], dim=-1)).squeeze(-1)
+    def outputs(obs, delta, time_left, actions):
+        """log pi, entropy and value, each [...], of inputs [..., size]."""
+        logits = policy(obs, delta).unflatten(-1, (actions.shape[-1], -1))
+        value = critic(obs, torch.cat([delta, time_left], dim=-1)).squeeze(-1)
+        return *log_prob_and_entropy(logits, actions), value
 
-    rows = [obs.flatten(0, 1), skill.repeat_interleave(steps), time_left, actions.flatten(0, 1)]
-    before = outputs(*rows)
-    log_prob, _, value = (part.detach() for part in before)
-    returns = lambda_returns(rewards, value.reshape(count, steps), fallen[:, 1:], gamma, gae_lambda).flatten()
-    rows = [part[upright] for part in (*rows, log_prob, returns - value, returns)]
+    inputs = obs, delta, time_left, actions
+    with torch.no_grad():
+        old_log_prob, _, value = outputs(*inputs)  # [n, T]
+    returns = lambda_returns(rewards, value, fallen[:, 1:], gamma, gae_lambda)
+    advantage = returns - value
     if args.norm_adv:
-        rows[-2] = (rows[-2] - rows[-2].mean()) / (rows[-2].std() + 1e-8)
+        advantage = (advantage - advantage[upright].mean()) / (advantage[upright].std() + 1e-8)
+    rows = [part[upright] for part in (*inputs, old_log_prob, advantage, returns)]  # [choices, ...]
     for _ in range(epochs):
         if minibatches > 1:
             order = torch.as_tensor(rng.permutation(len(rows[0])))
             rows = [part[order] for part in rows]
         for batch in zip(*(part.tensor_split(minibatches) for part in rows)):
-            once = epochs * minibatches == 1  # A2C: the outputs above serve again
-            now = [part[upright] for part in before] if once else outputs(*batch[:4])
-            loss, info = ppo_loss(*now, *batch[4:], entropy_coef, 0.5 if ppo else 1.0)
+            loss, info = ppo_loss(*outputs(*batch[:4]), *batch[4:], entropy_coef, 0.5 if ppo else 1.0)
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5 if ppo else math.inf)
+            if ppo:
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
             optimizer.step()
     return {f"loss/{level}_{key}": value for key, value in info.items()}
 
 
 def update(args, networks, optimizers, omega, batch, episode, recent, rng, fall_cost=0.0):
-    """Algorithm 1, lines 15-16. batch: what `rollout` returns. episode: (obs [N, L, ...] where each skill
-    began, final obs [N, ...], skill [N, L]) once the episode is complete, otherwise None. recent: what phi
-    learns from, a list of (every pair_gap-th state of trajectories [n, steps, ...], whether they are random
-    walks [n]) of the last updates, the newest last.
+    """Algorithm 1, lines 15-16: the policies on the newest skills, then phi.
+
+    batch: what `rollout` returns. episode: None, or if the agents have just completed one, (obs [N, L, ...]
+    where each skill began, final obs [N, ...], skill [N, L]). recent: what phi learns from, of each of the
+    last updates (trajectories [n, T, ...], every pair_gap-th state; whether each is a random walk [n]).
     """
-    obs, actions, skill, fallen = (part.flatten(0, 1) for part in batch)
+    obs, actions, skill, fallen = (part.flatten(0, 1) for part in batch)  # [J * N, ...]
     info, encode = {}, encoder(networks["phi"])
-    mine = skill < len(omega)  # the skills' trajectories, not the random walks
-    if mine.any():
-        tau = obs[mine]
+    by_skill = skill < len(omega)  # the other trajectories are random walks
+    if by_skill.any():
+        obs, actions, skill, fallen = (part[by_skill] for part in (obs, actions, skill, fallen))
+        delta = omega[skill]
         with torch.no_grad():
-            phi_tau = encode(tau)
-        reward = skill_reward(phi_tau[:, :-1], phi_tau[:, 1:], omega[skill[mine]][:, None], args.step_floor)
-        fallen = (fallen[mine].cumsum(1) > 0) & (fall_cost > 0)  # from the first fall on, D10
-        paid = torch.where(fallen[:, 1:], -fall_cost, reward)
-        info |= update_policy(args, networks["pi_low"], networks["v_low"], optimizers["low"], omega,
-                              tau[:, :-1], skill[mine], actions[mine], paid, fallen, "low", rng)
+            phi_tau = encode(obs)
+        reward = skill_reward(phi_tau[:, :-1], phi_tau[:, 1:], delta[:, None], args.step_floor)
         info["rollout/skill_reward"] = reward.mean()
-    if episode is not None and (episode[2][:, 0] < len(omega)).any():
+        fallen = (fallen.cumsum(1) > 0) & (fall_cost > 0)  # from the first fall on, D10
+        reward = torch.where(fallen[:, 1:], -fall_cost, reward)
+        info |= update_policy(args, "low", networks["pi_low"], networks["v_low"], optimizers["low"],
+                              obs[:, :-1], delta, actions, reward, fallen, rng)
+    if episode is not None and (episode[2] < len(omega)).any():
         began, final, chosen = (part[episode[2][:, 0] < len(omega)] for part in episode)
         with torch.no_grad():
             returns = high_return(encode(began[:, 0]), encode(final))
-        rewards = F.pad(returns[:, None], (chosen.shape[1] - 1, 0))  # at the end: the same for all L choices
-        nobody = torch.zeros(len(chosen), chosen.shape[1] + 1, dtype=torch.bool)
-        no_skill = torch.zeros(len(chosen), dtype=torch.long)  # pi_hi's one input is the state
-        info |= update_policy(
-            args, networks["pi_hi"], networks["v_hi"], optimizers["high"], omega.new_empty(1, 0), began,
-            no_skill, chosen[..., None], rewards, nobody, "high", rng)
         info["rollout/high_return"] = returns.mean()
-    walks, skill_paths = (torch.cat([paths[walk == which] for paths, walk in recent])
-                          for which in (True, False))
-    loss, terms = tatc_loss(args, encode, walks, skill_paths, rng)
+        rewards = F.pad(returns[:, None], (chosen.shape[1] - 1, 0))  # at the end: the same for all L choices
+        never = torch.zeros(len(chosen), chosen.shape[1] + 1, dtype=torch.bool)
+        info |= update_policy(args, "high", networks["pi_hi"], networks["v_hi"], optimizers["high"], began,
+                              omega.new_empty(len(chosen), 0), chosen[..., None], rewards, never, rng)
+    paths, is_walk = (torch.cat(part) for part in zip(*recent))
+    loss, terms = tatc_loss(args, encode, paths[is_walk], paths[~is_walk], rng)
     optimizers["phi"].zero_grad()
     loss.backward()
     optimizers["phi"].step()
@@ -509,10 +509,15 @@ def representation(networks, env):
 def load(path, num_envs=1, seed=0):
     """(args, env, networks, omega) of a run directory or checkpoint: phi and the skills, ready to use."""
     checkpoint = gridworld.load_checkpoint(path, ("tatc",))
-    args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
-    networks = make_networks(args, env)
-    gridworld.load_state(path, lambda: networks.load_state_dict(checkpoint["networks"]))
-    return args, env, networks, make_directions(args)
+
+    def build():
+        args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
+        gridworld.check_ranges(args, RANGES)
+        networks = make_networks(args, env)
+        networks.load_state_dict(checkpoint["networks"])
+        return args, env, networks, make_directions(args)
+
+    return gridworld.load_state(path, build)
 
 
 def train(args):
@@ -526,9 +531,9 @@ def train(args):
         optimizers = make_optimizers(args, networks)
         # All that changes beside networks, optimisers, environment and random numbers: the checkpoint's rest.
         run = {"update": 0, "seconds": 0.0, "rows": [], "sums": {}, "snapshots": {},
-               "random_walk": torch.zeros(args.num_envs),
-               "visited": torch.zeros(env.num_cells, dtype=torch.bool),
-               "ever": torch.zeros(env.num_cells, dtype=torch.bool), "began": [], "chosen": [], "recent": []}
+               "random_walk": torch.zeros(args.num_envs, dtype=torch.bool), "began": [], "chosen": [],
+               "recent": [], "visits": torch.zeros(env.num_cells, dtype=torch.long),
+               "ever": torch.zeros(env.num_cells, dtype=torch.bool)}
 
         def restore():
             networks.load_state_dict(checkpoint["networks"])
@@ -536,13 +541,12 @@ def train(args):
                 optimizer.load_state_dict(checkpoint["optimizers"][name])
             env.set_state(checkpoint["env"])
             rng.bit_generator.state = checkpoint["rng"]
-            run.update({key: checkpoint[key] for key in run})
+            gridworld.restore_run(run, checkpoint)
 
         if checkpoint is not None:
             gridworld.load_state(run_dir, restore)
         recent = deque(run["recent"], maxlen=args.phi_memory)
         gridworld.write_args(args, env, variant, "tatc", run_dir)
-        writer = gridworld.tensorboard_writer(args, run_dir)
         steps_per_update = args.skills_per_update * args.skill_length * args.num_envs
         print(f"{env.name}, {variant}: K {args.episode_length}, c {args.skill_length}, "
               f"p_r {args.reset_prob}, p_rw {args.random_walk_prob}, N {args.num_envs}; "
@@ -554,12 +558,10 @@ def train(args):
                 "env": gridworld.as_tensors(env.get_state()), "rng": rng.bit_generator.state,
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}})
 
-        cell_distance = getattr(env, "cell_distance", None)
-        far_cells = None if cell_distance is None else cell_distance >= np.quantile(cell_distance, 0.8)
         stages = {max(1, round(share * args.updates)) for share in (0.03, 0.08, 0.15, 0.3, 0.6, 1.0)}
-        first, begin = run["update"] + 1, time.perf_counter() - run["seconds"]
-        bar = tqdm(range(first, args.updates + 1), initial=run["update"], total=args.updates, unit="update",
-                   dynamic_ncols=True)
+        begin = time.perf_counter() - run["seconds"]
+        bar = tqdm(range(run["update"] + 1, args.updates + 1), initial=run["update"], total=args.updates,
+                   unit="update", dynamic_ncols=True)
         for number in bar:  # Algorithm 1, line 2
             if not run["began"]:
                 run["random_walk"] = torch.as_tensor(start_episodes(args, env, rng))  # lines 5-7
@@ -572,46 +574,32 @@ def train(args):
                 episode = torch.stack(run["began"], dim=1), obs[-1, :, -1], torch.stack(run["chosen"], dim=1)
                 run["began"], run["chosen"] = [], []
             recent.append((obs[:, :, :: args.pair_gap].flatten(0, 1).clone(),  # D6, D8
-                           run["random_walk"].repeat(len(obs)) > 0))
+                           run["random_walk"].repeat(len(obs))))
             if args.anneal:  # D11
-                for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
-                    group["lr"] = args.learning_rate * min(
-                        1.0, (args.updates + 1 - number) / (args.anneal * args.updates))
+                left = (args.updates + 1 - number) / (args.anneal * args.updates)
+                for optimizer in optimizers.values():
+                    optimizer.param_groups[0]["lr"] = args.learning_rate * min(1.0, left)
             fall_cost = args.fall_cost if number > FALL_AFTER else 0.0
             info = update(  # lines 15-16
                 args, networks, optimizers, omega, batch, episode, recent, rng, fall_cost)
 
             cells = env.cell(obs[:, :, 1:].flatten(0, 2).numpy())
-            run["visited"][cells] = run["ever"][cells] = True
-            info |= {"rollout/random_walks": run["random_walk"].float().mean(),
-                     "rollout/fallen": env.fallen().mean()}
-            if far_cells is not None:
-                info["eval/far"] = far_cells[cells].mean()
-            gridworld.add_to_sums(run["sums"], info, number)
+            run["visits"] += torch.as_tensor(np.bincount(cells, minlength=env.num_cells))
+            gridworld.add_to_sums(run["sums"], info | {"rollout/fallen": env.fallen().mean()}, number)
             run["update"], run["seconds"] = number, time.perf_counter() - begin
             if number in stages:
                 run["snapshots"][number] = torch.as_tensor(representation(networks, env))
             if number % args.log_every == 0 or number == args.updates:
                 row = {"update": number, "env_steps": number * steps_per_update, "seconds": run["seconds"]}
-                row |= gridworld.means(run["sums"])
                 row |= gridworld.rank_correlation(representation(networks, env), env)
-                row |= {"eval/coverage": run["visited"].float().mean(),
-                        "eval/coverage_total": run["ever"].float().mean()}
-                if cell_distance is not None:
-                    row["rollout/reached"] = cell_distance[run["visited"]].max()
-                if hasattr(env, "diverged"):
-                    row["rollout/diverged"] = env.diverged
+                row |= gridworld.coverage(run, env)
                 if not row["eval/extent"] > 0.01:
                     bar.write(f"warning: at update {number} phi has collapsed, "
                               f"its extent is {row['eval/extent']:.3g}")
-                gridworld.log_row(run, row, run_dir, bar, writer,
+                gridworld.log_row(args, run, row, run_dir, bar,
                                   ("spearman_all", "spearman_s0", "coverage", "far"))
-                run["visited"][:] = False
-            halt = bool(stop)  # read once: what was saved is what is left
-            if number % args.checkpoint_every == 0 or number == args.updates or halt:
-                save()
-            if halt and number < args.updates:
-                raise KeyboardInterrupt
+                run["visits"][:] = 0
+            gridworld.save_or_stop(args, number, stop, save)
         if hasattr(env, "draw_skills"):
             policy = partial(skill_policy, networks["pi_low"], omega, env.action_shape)
             env.draw_skills(run_dir / "skills.png", policy, omega.numpy(), args.skill_length)
