@@ -716,9 +716,11 @@ def draw_representation(path, env, phi, score):
     draw_truth(left, env)
     points = draw_phi(right, env, phi, "phi")
     figure.colorbar(points, ax=right, label="x" if env.distance is None else "distance from s0")
-    legend = [matplotlib.lines.Line2D([], [], marker="o", ls="", color=colour)
-              for colour in ("red", "limegreen")]
-    figure.legend(legend, ["start s0", "goal"], loc="outside lower center", ncols=2, fontsize=8)
+    colours = {"start s0": "red"}
+    if getattr(env, "goal_index", None) is not None:
+        colours["goal"] = "limegreen"
+    legend = [matplotlib.lines.Line2D([], [], marker="o", ls="", color=colour) for colour in colours.values()]
+    figure.legend(legend, colours, loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(score, fontsize=9)
     figure.savefig(path, dpi=110)
 

@@ -924,7 +924,7 @@ def test_flipped_bits_and_foreign_checkpoints_are_refused(tmp_path, no_pictures)
         path.write_bytes(new) if isinstance(new, bytes) else torch.save(content | new, path)
         with pytest.raises(UsageError, match=message):
             trained(args)
-    for values in ({"hidden": "x"}, {"hidden": -1}, {"dim": None}, {"num_directions": 3.5}, {"beta": None}):
+    for values in ({"hidden": "x"}, {"hidden": -1}, {"dim": None}, {"num_directions": 3.5}, {"hidden": 0}):
         torch.save(content | {"args": content["args"] | values}, path)
         with pytest.raises(UsageError):
             tatc.load(path)
