@@ -1347,6 +1347,63 @@ COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d
            "exact eigenvectors": "#9467bd", "fiedler": "#9467bd", "one-hot": "#7f7f7f", "DCO": "#ff7f0e",
            "DIAYN": "#8c564b", "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
            "random skills": "#c49c94", "random choices of TATC": "#f7b6d2"}
+STARTS = {"uniform": "uniform starts", "prior": "starts of the non-uniform prior", "s0": "starts at s0"}
+# file: (title, x axis, rows of panels, one panel per environment: (table, metric, y axis))
+COMPARISONS = {
+    "gridworld_prediction": (
+        "Prediction: error of a linear critic on frozen phi, uniform starts.", "A2C updates of 80 episodes",
+        (("prediction-uniform", "error_optimal", "error to V*"),
+         ("prediction-uniform", "error_policy", "error to V^pi"))),
+    "gridworld_control": ("Control: episode reward of an actor-critic on frozen phi.",
+                          "A2C updates of 80 episodes",
+                          tuple((f"control-{start}", "reward", name) for start, name in STARTS.items())),
+    "antmaze_shaping": ("Reward shaping: SAC on distances in phi.", "environment steps",
+                        (("shaping", "success", "success"), ("shaping", "distance", "distance to the goal"))),
+    "antmaze_skills": ("A new high-level policy over frozen skills, sparse reward.", "episodes",
+                       (("skills", "success", "success rate"),)),
+    "antmaze_coverage": ("Share of 1x1 cells ever visited.", "environment steps",
+                         (("antmaze", "coverage_total", "coverage"),)),
+}
+
+
+def list_tables():
+    """Every table: {name: (results file, share of the last steps that is averaged (0: only the last),
+    {metric: heading}, [(label in the table, label of the entry, experiment of the rows, env)])}."""
+    scores = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
+              "coverage": "coverage", "far": "far"}
+    laplacian = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
+                 "subspace": "subspace", "fiedler_r2": "R² of the exact second eigenvector"}
+    ants = scores | {"coverage_total": "ever visited", "travel": "cells where a skill travels",
+                     "used": "skills used", "distance": "distance of the best skill",
+                     "reaches_end": "reaches the far end", "fallen": "fallen", "seconds": "seconds"}
+    errors = {"error_optimal": "error to V*", "error_policy": "error to V^pi"}
+    rewards = {"reward": "episode reward", "discounted_return": "discounted return"}
+    cells = {"cells": "cells of 48 skills from s0", "cells_passed_on": "cells, state passed on"}
+    tables, envs = {}, (*GRIDS, *ANTS, "antmaze-large")
+    for name, file, metrics in (
+            ("gridworld", "gridworld_training", scores), ("ablation", "gridworld_training", scores),
+            ("readings", "gridworld_training", {"extent": "extent of phi"} | scores),
+            ("laprep", "gridworld_training", laplacian), ("antmaze", "antmaze_training", ants),
+            ("ants-ablation", "antmaze_training", ants), ("ants-laprep", "antmaze_training", laplacian)):
+        tables[name] = file, 0.0, metrics, [
+            (entry.label, entry.label, "training", env) for env in envs for entry in TRAININGS
+            if entry.experiment == name and env in entry.envs]
+    for name, experiment, file, metrics in (
+            ("fit", "prediction", "gridworld_prediction", {"fit_r2": "R² of V*", "fit_error": "RMSE"}),
+            *((f"prediction-{start}", "prediction", "gridworld_prediction", errors) for start in STARTS),
+            *((f"control-{start}", "control", "gridworld_control", rewards) for start in STARTS),
+            ("skills", "skills", "antmaze_skills", {"success": "success", "return": "return"}),
+            ("skills-cells", "skills", "antmaze_skills", cells)):
+        tables[name] = file, 0.1, metrics, [
+            (entry.label, entry.label, name, env) for env in envs for entry in EVALUATIONS
+            if entry.experiment == experiment and env in entry.envs]
+    shaping = {"success": "success", "success_at_end": "at the end", "distance": "distance to the goal",
+               "fallen": "fallen"}
+    tables["shaping"] = "antmaze_shaping", 0.1, shaping, [
+        (reward if entry.label in NO_RUN else f"{entry.label}, {reward}", entry.label, f"shaping-{reward}",
+         env) for env in ANTS for entry in EVALUATIONS if entry.experiment == "shaping"
+        for reward in entry.command.split()[-1:]]
+    return tables
 
 
 def label_method(label, env):
@@ -1356,11 +1413,11 @@ def label_method(label, env):
     return label if entry is None else prefix + method_of(entry.command, env)
 
 
-def curves_of(rows, experiment, method, env, metric):
+def curves_of(rows, experiment, label, env, metric):
     """{run_seed: [(step, value)]} with the evaluation's seeds averaged."""
-    found = {}
+    found, wanted = {}, (experiment, label_method(label, env), env, metric)
     for row in rows:
-        if (row["experiment"], row["method"], row["env"], row["metric"]) == (experiment, method, env, metric):
+        if (row["experiment"], row["method"], row["env"], row["metric"]) == wanted:
             found.setdefault(int(row["run_seed"]), {}).setdefault(
                 float(row["step"]), []).append(float(row["value"]))
     return {seed: [(step, np.mean(values)) for step, values in sorted(steps.items())]
@@ -1373,25 +1430,23 @@ def final_value(curve, tail):
     return np.mean([value for step, value in curve if step > (1 - tail) * last or step == last])
 
 
-def cell(values):
-    """Every seed where there are fewer than six, otherwise mean and 95 % bootstrap interval over seeds."""
-    if len(values) < 6:
-        return " ".join(f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" for value in values)
+def interval(values, form):
+    """Mean and 95 % bootstrap interval."""
     low, high = scipy.stats.bootstrap((values,), np.mean, rng=np.random.default_rng(0)).confidence_interval
-    return f"{np.mean(values):.3f} [{low:.3f}, {high:.3f}]"
+    return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
-def score_table(rows, entries, metrics, tail=0.0):
-    """Markdown table, a row per (label, experiment, method, env), a column per metric {name: heading}."""
+def score_table(rows, tail, metrics, entries):
+    """Markdown: a row per entry, a column per metric; every seed where there are fewer than six."""
     lines = ["| | seeds | " + " | ".join(metrics.values()) + " |", "|---" * (len(metrics) + 2) + "|"]
-    for label, experiment, method, env in entries:
-        scores = {metric: [final_value(curve, tail)
-                           for curve in curves_of(rows, experiment, method, env, metric).values()]
-                  for metric in metrics}
-        count = max(map(len, scores.values()))
-        if count:
-            lines.append(f"| {gridworld.TITLES.get(env, env)}: {label} | {count} | "
-                         + " | ".join(map(cell, scores.values())) + " |")
+    for shown, label, experiment, env in entries:
+        curves = [curves_of(rows, experiment, label, env, metric).values() for metric in metrics]
+        scores = [[final_value(curve, tail) for curve in seeds] for seeds in curves]
+        cells = [" ".join(f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" for value in values)
+                 if len(values) < 6 else interval(values, ".3f") for values in scores]
+        if any(scores):
+            count = max(map(len, scores))
+            lines.append(f"| {gridworld.TITLES[env]}: {shown} | {count} | " + " | ".join(cells) + " |")
     return "\n".join(lines) if len(lines) > 2 else None
 
 
@@ -1403,44 +1458,55 @@ def difference_table(rows, experiment, metric, envs, labels, tail):
         cells = []
         for env in envs:
             ours, theirs = ({seed: final_value(curve, tail) for seed, curve in curves_of(
-                rows, experiment, label_method(name, env), env, metric).items()} for name in ("TATC", label))
-            both = sorted(set(ours) & set(theirs))
-            if len(both) < 3:
-                cells.append("")
-                continue
-            gap = [ours[seed] - theirs[seed] for seed in both]
-            low, high = scipy.stats.bootstrap((gap,), np.mean,
-                                              rng=np.random.default_rng(0)).confidence_interval
-            cells.append(f"{np.mean(gap):+.3f} [{low:+.3f}, {high:+.3f}]")
+                rows, experiment, name, env, metric).items()} for name in ("TATC", label))
+            gap = [ours[seed] - theirs[seed] for seed in sorted(set(ours) & set(theirs))]
+            cells.append(interval(gap, "+.3f") if len(gap) > 2 else "")
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def draw_comparison(path, title, x_label, panels):
-    """Curves over trained seeds; panels: rows of [(title, y label, {label: {run_seed: [(step, value)]}})]."""
-    panels = [[panel for panel in row if panel[2]] for row in panels]
-    panels = [row for row in panels if row]
-    if not panels:
+def make_tables(rows):
+    """{name: Markdown table} of every experiment that has rows."""
+    tables = {name: score_table(rows[file], tail, metrics, entries)
+              for name, (file, tail, metrics, entries) in list_tables().items()}
+    for name, experiment, metric in (("differences", "prediction-uniform", "error_optimal"),
+                                     ("differences-control", "control-uniform", "reward")):
+        file = f"gridworld_{experiment.split('-')[0]}"
+        tables[name] = difference_table(rows[file], experiment, metric, GRIDS, LAPREPS, 0.1)
+    return {name: table for name, table in tables.items() if table}
+
+
+def draw_comparison(path, title, x_label, panels, rows):
+    """Curves over trained seeds: a row per (table, metric, y axis) of panels, a column per environment."""
+    tables, grid = list_tables(), []
+    for name, metric, y_label in panels:
+        file, _, _, entries = tables[name]
+        row = {}
+        for shown, label, experiment, env in entries:
+            seeds = curves_of(rows[file], experiment, label, env, metric)
+            if seeds:
+                row.setdefault(env, []).append((shown, COLOURS.get(label, "0.3"), seeds))
+        if row:
+            grid.append((y_label, row))
+    if not grid:
         return
-    figure = Figure(figsize=(max(8, 4.2 * max(map(len, panels))), 2.8 * len(panels) + 1.2),
-                    layout="constrained")
-    handles = {}
-    for axes, row in zip(figure.subplots(len(panels), max(map(len, panels)), squeeze=False), panels):
+    columns = max(len(row) for _, row in grid)
+    figure, handles = Figure(figsize=(max(8, 4.2 * columns), 2.8 * len(grid) + 1.2), layout="constrained"), {}
+    for axes, (y_label, row) in zip(figure.subplots(len(grid), columns, squeeze=False), grid):
         for ax in axes[len(row):]:
             ax.axis("off")
-        for ax, (name, y_label, curves) in zip(axes, row):
-            for label, seeds in curves.items():
-                base, _, kind = label.partition(" | ")
-                style = dict(color=COLOURS.get(base, "0.3"), ls="--" if kind == "mix" else "-")
+        for ax, (env, curves) in zip(axes, row.items()):
+            for shown, colour, seeds in curves:
+                style = dict(color=colour, ls="--" if shown.endswith("mix") else "-")
                 for curve in seeds.values():
                     ax.plot(*zip(*curve), lw=0.6, alpha=0.5, **style)
                 length = min(map(len, seeds.values()))
                 mean = np.mean([curve[:length] for curve in seeds.values()], axis=0)
-                handles[label], = ax.plot(*mean.T, lw=1.8, **style)
-            ax.set_title(name, fontsize=10)
+                handles[shown], = ax.plot(*mean.T, lw=1.8, **style)
+            ax.set_title(gridworld.TITLES[env], fontsize=10)
             ax.set_xlabel(x_label, fontsize=8)
             ax.grid(alpha=0.3)
-        axes[0].set_ylabel(row[0][1])
+        axes[0].set_ylabel(y_label)
     figure.suptitle(f"{title}\nThin: trained seeds; thick: their mean.", fontsize=10)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)),
                   fontsize=8)
@@ -1449,7 +1515,7 @@ def draw_comparison(path, title, x_label, panels):
 
 
 def committed_phi(results_dir, label, env):
-    """The npz of the first committed seed of a training on env's present maze, or None."""
+    """The arrays of the first committed seed of a training on env's present maze, or None."""
     entry = trained(label, env.name)
     if entry is None:
         return None
@@ -1484,127 +1550,24 @@ def draw_phi_rows(path, rows):
 
 def phi_figures(results_dir):
     """phi of every maze, its progress, and the ablations, from the committed npz files."""
-    envs = {name: antmaze.make_env(name, 1, 0) for name in (*GRIDS, *ANTS, "antmaze-large")}
-    labels = ("TATC", "TATC, beta' = 0", "TATC, entropy 0.1, beta' = 0", "TATC, beta' = 0, uniform prior")
-    ours = {name: committed_phi(results_dir, "TATC", env) for name, env in envs.items()}
-    ours = {name: file for name, file in ours.items() if file is not None}
-    figures = results_dir / "figures"
+    envs = [antmaze.make_env(name, 1, 0) for name in (*GRIDS, *ANTS, "antmaze-large")]
+    figures, ours = results_dir / "figures", [(env, committed_phi(results_dir, "TATC", env)) for env in envs]
+    ours = [(env, arrays) for env, arrays in ours if arrays is not None]
     if ours:
         figure = Figure(figsize=(2.2 * len(ours), 4.6), layout="constrained")
-        for column, (name, file) in zip(figure.subplots(2, len(ours), squeeze=False).T, ours.items()):
-            gridworld.draw_truth(column[0], envs[name])
-            gridworld.draw_phi(column[1], envs[name], file["phi"], "phi")
+        for column, (env, arrays) in zip(figure.subplots(2, len(ours), squeeze=False).T, ours):
+            gridworld.draw_truth(column[0], env)
+            gridworld.draw_phi(column[1], env, arrays["phi"], "phi")
         figure.savefig(figures / "representations.png", dpi=90)
-        draw_phi_rows(figures / "progress.png", [
-            (envs[name], [(f"update {stage}", phi) for stage, phi in zip(file["stages"], file["snapshots"])])
-            for name, file in ours.items()])
+    draw_phi_rows(figures / "progress.png", [
+        (env, [(f"update {stage}", phi) for stage, phi in zip(arrays["stages"], arrays["snapshots"])])
+        for env, arrays in ours])
+    labels = ("TATC", *(entry.label for entry in TRAININGS if entry.experiment == "ablation"))
     rows = []
-    for name in GRIDS:
-        files = {label: committed_phi(results_dir, label, envs[name]) for label in labels}
-        rows.append((envs[name], [(label, file["phi"]) for label, file in files.items() if file is not None]))
+    for env in envs[:len(GRIDS)]:
+        found = [(label.removeprefix("TATC, "), committed_phi(results_dir, label, env)) for label in labels]
+        rows.append((env, [(title, arrays["phi"]) for title, arrays in found if arrays is not None]))
     draw_phi_rows(figures / "ablation.png", rows)
-
-
-def comparison_figures(results_dir, rows):
-    """Curves of prediction, control, shaping and skills, and the coverage of AntMaze-Large."""
-
-    def curves(file, experiment, metric, env, labels):
-        found = {label: curves_of(rows[file], experiment, label_method(label.partition(" | ")[0], env), env,
-                                  metric) for label in labels}
-        return {label: seeds for label, seeds in found.items() if seeds}
-
-    def labels_of(experiment):
-        return tuple(dict.fromkeys(entry.label for entry in EVALUATIONS if entry.experiment == experiment))
-
-    titles, figures = gridworld.TITLES, results_dir / "figures"
-    starts = {"uniform": "uniform starts", "prior": "starts of the non-uniform prior", "s0": "starts at s0"}
-    draw_comparison(
-        figures / "gridworld_prediction.png",
-        "Prediction: error of a linear critic on frozen phi, uniform starts.", "A2C updates of 80 episodes", [
-            [(titles[env], f"error to {name}", curves("gridworld_prediction", "prediction-uniform", metric,
-                                                      env, labels_of("prediction"))) for env in GRIDS]
-            for metric, name in (("error_optimal", "V*"), ("error_policy", "V^pi"))])
-    draw_comparison(
-        figures / "gridworld_control.png", "Control: an actor-critic on frozen phi.",
-        "A2C updates of 80 episodes", [
-            [(f"{titles[env]}, {name}", "episode reward", curves("gridworld_control", f"control-{start}",
-                                                                 "reward", env, labels_of("control")))
-             for env in GRIDS]
-            for start, name in starts.items()])
-    panels = []
-    for metric in ("success", "distance"):
-        row = []
-        for env in ANTS:
-            found = {}
-            for kind in ("dense", "mix", "sparse", "xy", "fiedler"):
-                found |= {
-                    f"{label} | {kind}" if kind in ("dense", "mix") else label: seeds
-                    for label, seeds in curves("antmaze_shaping", f"shaping-{kind}", metric, env,
-                                               labels_of("shaping")).items()}
-            row.append((titles[env], metric, found))
-        panels.append(row)
-    draw_comparison(figures / "antmaze_shaping.png", "Reward shaping: SAC on distances in phi.",
-                    "environment steps", panels)
-    draw_comparison(
-        figures / "antmaze_skills.png",
-        "A new high-level policy over frozen skills, sparse reward, AntMaze-1.", "episodes",
-        [[("success rate", "",
-           curves("antmaze_skills", "skills", "success", "antmaze1", labels_of("skills")))]])
-    draw_comparison(
-        figures / "antmaze_coverage.png", "Share of 1x1 cells ever visited.", "environment steps", [
-            [(titles[env], "coverage",
-              curves("antmaze_training", "training", "coverage_total", env, ("TATC",)))
-             for env in (*ANTS, "antmaze-large")]])
-
-
-def make_tables(rows):
-    """{name: Markdown table} of every experiment that has rows."""
-    tables = {}
-    scores = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
-              "coverage": "coverage", "far": "far"}
-    laplacian = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
-                 "subspace": "subspace", "fiedler_r2": "R² of the exact second eigenvector"}
-    ants = scores | {"coverage_total": "ever visited", "travel": "cells where a skill travels",
-                     "used": "skills used", "reaches_end": "reaches the far end", "fallen": "fallen",
-                     "seconds": "seconds"}
-    for experiment, file, metrics in (
-            ("gridworld", "gridworld_training", scores), ("ablation", "gridworld_training", scores),
-            ("readings", "gridworld_training", {"extent": "extent of phi"} | scores),
-            ("laprep", "gridworld_training", laplacian), ("antmaze", "antmaze_training", ants),
-            ("ants-ablation", "antmaze_training", ants), ("ants-laprep", "antmaze_training", laplacian)):
-        entries = [(entry.label, "training", method_of(entry.command, env), env)
-                   for env in dict.fromkeys(env for entry in TRAININGS for env in entry.envs)
-                   for entry in TRAININGS if entry.experiment == experiment and env in entry.envs]
-        tables[experiment] = score_table(rows[file], entries, metrics)
-    for name, experiment, file, metrics in (
-            ("fit", "fit", "gridworld_prediction", {"fit_r2": "R² of V*", "fit_error": "RMSE"}),
-            *((f"prediction-{start}", f"prediction-{start}", "gridworld_prediction",
-               {"error_optimal": "error to V*", "error_policy": "error to V^pi"})
-              for start in ("uniform", "prior", "s0")),
-            *((f"control-{start}", f"control-{start}", "gridworld_control",
-               {"reward": "episode reward", "discounted_return": "discounted return"})
-              for start in ("uniform", "prior", "s0"))):
-        wanted = "control" if name.startswith("control") else "prediction"
-        entries = [(label, experiment, label_method(label, env), env) for env in GRIDS
-                   for label in dict.fromkeys(entry.label for entry in EVALUATIONS
-                                              if entry.experiment == wanted)]
-        tables[name] = score_table(rows[file], entries, metrics, 0.1)
-    tables["differences"] = difference_table(rows["gridworld_prediction"], "prediction-uniform",
-                                             "error_optimal", GRIDS, LAPREPS, 0.1)
-    shaping = {"success": "success", "success_at_end": "at the end", "distance": "distance to the goal",
-               "fallen": "fallen"}
-    entries = [(f"{entry.label}, {entry.command.split()[-1]}", f"shaping-{entry.command.split()[-1]}",
-                label_method(entry.label, env), env)
-               for env in ANTS for entry in EVALUATIONS if entry.experiment == "shaping"]
-    tables["shaping"] = score_table(rows["antmaze_shaping"], entries, shaping, 0.1)
-    labels = [entry.label for entry in EVALUATIONS if entry.experiment == "skills"]
-    for name, experiment, metrics in (
-            ("skills", "skills", {"success": "success", "return": "return"}),
-            ("skills-cells", "skills-cells", {"cells": "cells of 48 skills from s0",
-                                              "cells_passed_on": "cells, state passed on"})):
-        entries = [(label, experiment, label_method(label, "antmaze1"), "antmaze1") for label in labels]
-        tables[name] = score_table(rows["antmaze_skills"], entries, metrics, 0.1)
-    return {name: table for name, table in tables.items() if table}
 
 
 def fill_tables(path, tables):
@@ -1635,7 +1598,8 @@ def draw_figures(args):
     print(f"{len(tables)} tables")
     (results_dir / "figures").mkdir(exist_ok=True)
     phi_figures(results_dir)
-    comparison_figures(results_dir, rows)
+    for name, comparison in COMPARISONS.items():
+        draw_comparison(results_dir / "figures" / f"{name}.png", *comparison, rows)
 
 
 # ======================================================================================================= main

@@ -1721,61 +1721,45 @@ def test_policy_scores_and_copies(ant_runs, tmp_path):
 
 
 # ------------------------------------------------------------------------------------ refusals, for the table
-OUT_OF_RANGE = {  # --name value value ...
-    ("laprep.py",): """
-        seed -1 2147483649, updates 0 100000001, dim 0 257, beta nan inf -1.0, log-every 0, pair-gap 0 1001,
-        discount -0.1 1.0 nan, dual-learning-rate -0.1 2.0 nan, batch-size 3 1000001, samples 0 20000001,
-        updates-per-rollout 0, reset-prob -0.5 1.5 nan, episode-length 0 100001, num-envs 0 4097,
-        hidden 0 4097, learning-rate -1.0 1.5 inf, checkpoint-every 0 100000001""",
-    ("baselines_dco_diayn.py", "dco"): """
-        seed -1 134217729, num-skills 0 65, samples 99 20000001, episode-length 0 100001, f-updates 0,
-        f-batch-size 3 1000001, f-beta -1.0 nan inf, f-discount 1.0 nan, percentile 0.0 100.0 nan,
-        policy-updates 0, batch-size 0, gamma 1.0 -0.1 nan, tau 1.5 -0.1 nan, hidden 0 4097, skill-length 0,
-        num-envs 0 4097, log-every 0, checkpoint-every 0""",
-    ("baselines_dco_diayn.py", "diayn"): """
-        seed -1 134217729, num-skills -1 65, updates 0 100000001, updates-per-step 0 1001, alpha nan inf -1.0,
-        episode-length 0, gamma 1.0 inf, tau -0.1 nan, learning-rate 2.0 nan -1.0, batch-size 0,
-        buffer-size 0 10000001, learning-starts -1 1000000001, hidden 0, skill-length 0 100001, num-envs 0,
-        log-every 0, checkpoint-every 0""",
-}
-# (script, arguments, regular expression of the message); {small} is a file that holds SMALL_MAZE.
-REFUSALS = [("laprep.py", arguments.split(), message) for arguments, message in (
-    ("--env nowhere", "unknown env 'nowhere': not one of umaze, .* and no file"),
-    ("--env ant:nowhere.txt", "nowhere.txt is not a text file"),
-    (f"--env {ROOT}/LICENSE", r"LICENSE, line \d+: "),
-    ("--env nowhere.py:make", "nowhere.py is not a text file"),
-    (f"--env {ROOT}/laprep.py:nothing", "laprep.py has no function nothing; define nothing"),
-    ("--env {small} --dim 9", "--dim is 9; .* has 8 states to judge it by"),
-    ("--pair-gap 7", "--pair-gap is 7; use a divisor of --episode-length 90"),
-    ("--prior uniform --pair-gap 100", "use a divisor of --episode-length 50"),
-    ("--reachability", "--reachability needs eigenvalues; add --objective allo"),
-    ("--reachability --objective allo --dim 1", "and --dim 2 or more"),
-    ("--run-dir=", "--run-dir is empty"),
-)] + [("baselines_dco_diayn.py", arguments.split(), message) for arguments, message in (
-    ("dco --env nowhere", "unknown env 'nowhere'"),
-    ("diayn --env ant:nowhere", "nowhere is not a text file"),
-    ("dco --env own.py:make", "your own environment trains with tatc.py"),
-    ("diayn --env own.py:make", "your own environment trains with tatc.py"),
-    ("dco --hidden", "--hidden is empty; give the units of at least one layer"),
-    ("diayn --hidden", "--hidden is empty; give the units of at least one layer"),
-    ("diayn --num-skills 1", "DIAYN needs --num-skills 2 or more"),
-    ("diayn --env 4rooms --discriminator xy", "xy an ant maze"),
-    ("dco --run-dir=", "--run-dir is empty"),
-)]
-OUT_OF_RANGE["tatc.py",] = """seed -1 99999999999999999999999, updates 0 -5, beta -1 nan inf,
-    boredom-coef -0.1 nan, pair-gap 0, phi-memory 0 100000, step-floor -1 nan, fall-cost -1 inf, dim 1 1000,
-    num-directions 0 100000, reset-prob -0.1 1.1 nan, random-walk-prob 2 -1, episode-length 0,
-    skill-length 0 -3, num-envs 0 10000000, skills-per-update 0, hidden 0 1000000, learning-rate 1e30 -1 nan,
-    anneal 1.5 -0.5, high-entropy-coef -1 nan, low-entropy-coef -1 inf, update-epochs 0, gamma nan 1.5 -1,
-    gae-lambda 2 nan, log-every 0, checkpoint-every 0"""
-OUT_OF_RANGE["evaluate.py", "prediction", "--features", "onehot"] = """updates 0, episodes 0, horizon 0,
-    gamma 0 1 nan, entropy-coef -1 nan, learning-rate 1e30 nan, hidden 0, log-every 0, dim 0, seed -1"""
-OUT_OF_RANGE["evaluate.py", "shaping", "--reward", "xy"] = """steps 0, num-envs 0 100000, horizon 0, warmup 0,
-    gamma 1 0, update-ratio -1 nan, batch-size 0, hidden 0, alpha -1 nan, tau 0 2, learning-rate nan -1,
-    anneal 2, eval-every 0, eval-episodes 0, reward-factor 0 nan inf, seed -3"""
-OUT_OF_RANGE["evaluate.py", "skills", "--floor", "actions"] = """episodes 0, batch 0, horizon 0,
-    skill-length 0, hidden 0, learning-rate nan, entropy-coef -1, log-every 0, rollouts 0, seed -1"""
-OTHER_REFUSALS = [(script, arguments.split(), message) for script, arguments, message in (
+COMMANDS = {  # of every dataclass with numbers
+    TATC: "tatc.py", LAP: "laprep.py", DCO: "baselines_dco_diayn.py dco",
+    DIAYN: "baselines_dco_diayn.py diayn", evaluate.Prediction: "evaluate.py prediction --features onehot",
+    evaluate.Scores: "evaluate.py scores --runs x", evaluate.Film: "evaluate.py film --run x",
+    evaluate.Shaping: "evaluate.py shaping --reward xy",
+    evaluate.SkillsTask: "evaluate.py skills --floor actions", evaluate.Speed: "evaluate.py speed"}
+
+
+def out_of_range():
+    """(script, arguments, message) of every number just below and above its range, and NaN for a float."""
+    for kind, command in COMMANDS.items():
+        for field in dataclasses.fields(kind):
+            low, high = sys.modules[kind.__module__].RANGES.get(field.name, (None, None))
+            if low is not None:
+                real, flag = "float" in str(field.type), f"--{field.name.replace('_', '-')}"
+                values = (low - 0.5, 2 * high, math.nan, math.inf) if real else (low - 1, high + 1)
+                for value in values:
+                    script, *words = command.split()
+                    yield script, [*words, flag, str(value)], f"{flag} is .*; use a number from "
+
+
+# (script, arguments, regular expression of the message)
+REFUSALS = [(script, arguments.split(), message) for script, arguments, message in (
+    ("tatc.py", "--gamma 1.5", "--gamma is 1.5"), ("laprep.py", "--discount 1.0", "--discount is 1"),
+    ("tatc.py", "--learning-rate 1e30", "--learning-rate is 1e"),
+    ("tatc.py", "--reset-prob 1.1", "--reset-prob is 1.1"),
+    ("baselines_dco_diayn.py", "diayn --gamma 1.0", "--gamma is 1.0"),
+    ("evaluate.py", "shaping --reward xy --gamma 1", "--gamma is 1"),
+    ("laprep.py", "--env {small} --dim 9", "--dim is 9; .* has 8 states to judge it by"),
+    ("laprep.py", "--pair-gap 7", "--pair-gap is 7; use a divisor of --episode-length 90"),
+    ("laprep.py", "--prior uniform --pair-gap 100", "use a divisor of --episode-length 50"),
+    ("laprep.py", "--reachability", "--reachability needs eigenvalues; add --objective allo"),
+    ("laprep.py", "--reachability --objective allo --dim 1", "and --dim 2 or more"),
+    ("laprep.py", "--run-dir=", "--run-dir is empty"),
+    ("baselines_dco_diayn.py", "dco --env nowhere", "unknown env 'nowhere'"),
+    ("baselines_dco_diayn.py", "diayn --env own.py:make", "your own environment trains with tatc.py"),
+    ("baselines_dco_diayn.py", "dco --hidden", "--hidden is empty; give the units of at least one layer"),
+    ("baselines_dco_diayn.py", "diayn --num-skills 1", "DIAYN needs --num-skills 2 or more"),
+    ("baselines_dco_diayn.py", "diayn --env 4rooms --discriminator xy", "xy an ant maze"),
     ("tatc.py", "--env nowhere", "unknown env 'nowhere': not one of umaze, .*antmaze-large, and no file"),
     ("tatc.py", "--env ant:nowhere.txt", "nowhere.txt is not a text file"),
     ("tatc.py", "--env {root}/LICENSE", "LICENSE, line"),
@@ -1820,12 +1804,9 @@ OTHER_REFUSALS = [(script, arguments.split(), message) for script, arguments, me
     ("evaluate.py", "skills --run {laprep}", "has no skills; give a run of tatc.py"),
     ("evaluate.py", "skills --floor skills --env umaze", "is an evaluation on ant mazes"),
     ("evaluate.py", "scores --runs nowhere", "nowhere does not exist"),
-    ("evaluate.py", "scores --runs {laprep} --every 0", "--every is 0"),
     ("evaluate.py", "curves --runs nowhere", "nowhere does not exist"),
     ("evaluate.py", "film --run {laprep}", "has no skills"),
     ("evaluate.py", "film --run {laprep} --path x.mp4", "use a name that ends with .gif"),
-    ("evaluate.py", "film --run {laprep} --frames 0", "--frames is 0"),
-    ("evaluate.py", "speed --rounds 0", "--rounds is 0"),
     ("evaluate.py", "plan --experiment", "--experiment is empty"),
     ("evaluate.py", "figures --results-dir nowhere", "nowhere holds no result files"),
 )]
@@ -1851,10 +1832,7 @@ def test_malformed_input_gets_one_line_and_changes_nothing(tmp_path, monkeypatch
              "nothing": write_maze(tmp_path, "def make(num_envs, seed):\n    pass\n", "nothing.py"),
              "badresults": tmp_path / "badresults",
              "laprep": ROOT / "results/checkpoints/laprep-antmaze1-pair_gap=1-seed0.pt"}
-    ranges = [(script, [*command, f"--{name}", value], f"--{name} is .*; use a number from ")
-              for (script, *command), table in OUT_OF_RANGE.items()
-              for name, *values in map(str.split, table.split(",")) for value in values]
-    table = REFUSALS + OTHER_REFUSALS + ranges
+    table = REFUSALS + list(out_of_range())
 
     def files():
         return {path: path.read_bytes() for path in tmp_path.rglob("*")
