@@ -192,7 +192,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
     of the next). Results do not depend on num_threads.
     """
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
-    obs_size, action_shape, no_opengl = 29, (8, 5), None
+    obs_size, action_shape, defaults, no_opengl = 29, (8, 5), "ants", None
     # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block,
     # height, quaternion and joint angles as they are, velocities to order 1.
     obs_scale = np.array([0.6 / BLOCK] * 2 + [1] * 13 + [0.5] * 3 + [0.3] * 3 + [0.2] * 8, np.float32)

@@ -296,6 +296,7 @@ def load(path, num_envs=1, seed=0):
     def build():
         args, env = gridworld.rebuild(path, checkpoint, kind, lambda name: make_env(name, num_envs, seed))
         gridworld.check_ranges(args, RANGES)
+        resolve(args, env)
         if kind is DIAYN:
             networks, threshold = make_diayn(args, env), None
         else:

@@ -583,7 +583,7 @@ def save_checkpoint(run_dir, script, variant, env, args, content):
     facts = {"script": script, "variant": variant, "env_name": env.name, "args": asdict(args)}
     buffer = io.BytesIO()  # a full disk is then an OSError of `write_atomically`, not torch's RuntimeError
     torch.save(facts | content, buffer)
-    write_atomically(run_dir / "checkpoint.pt", buffer.getvalue())
+    write_atomically(run_dir / "checkpoint.pt", buffer.getbuffer())
 
 
 def as_tensors(tree):

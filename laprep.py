@@ -52,15 +52,15 @@ import gridworld
 from antmaze import make_env
 from gridworld import UsageError
 
-# TATC's values per environment; "indices" is any other with state indices, "vectors" the ants and any other
-# with float vectors.
+# TATC's values per environment; "indices" is any with state indices, "vectors" any with float vectors.
 DEFAULTS = {
     "umaze": dict(reset_prob=0.3, episode_length=90),
     "tmaze": dict(reset_prob=0.2, episode_length=40),
     "4rooms": dict(reset_prob=0.25, episode_length=60),
     "indices": dict(reset_prob=0.25, pair_gap=1, data="online", samples=30_000, updates_per_rollout=4),
-    "vectors": dict(reset_prob=0.2, episode_length=500, pair_gap=10, data="offline", samples=500_000,
+    "vectors": dict(reset_prob=0.2, episode_length=500, pair_gap=1, data="offline", samples=500_000,
                     updates_per_rollout=100),
+    "ants": dict(pair_gap=10),
 }
 OBJECTIVES = {
     "graph_drawing": dict(batch_size=128, beta=0.25),
@@ -137,7 +137,8 @@ RANGES = dict(
 def resolve(args, env):
     """The values for this environment and objective in place of None."""
     kind = "indices" if env.obs_scale is None else "vectors"
-    values = DEFAULTS[kind] | DEFAULTS.get(args.env, {}) | OBJECTIVES[args.objective]
+    values = (DEFAULTS[kind] | DEFAULTS.get(getattr(env, "defaults", None), {})
+              | DEFAULTS.get(args.env, {}) | OBJECTIVES[args.objective])
     if args.prior == "uniform" and kind == "indices":
         values["episode_length"] = 50
     for name, value in values.items():
@@ -317,6 +318,7 @@ def load(path, num_envs=1, seed=0):
     def build():
         args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
         gridworld.check_ranges(args, RANGES)
+        resolve(args, env)
         phi, duals = Phi(env.obs_size, args.dim, args.hidden, env.phi_scale), checkpoint["duals"]
         phi.load_state_dict(checkpoint["networks"])
         if duals.shape != (args.dim, args.dim) or not duals.isfinite().all():

@@ -46,20 +46,21 @@ import gridworld
 from antmaze import make_env
 from gridworld import UsageError
 
-# The appendix's values per environment. "indices" is any other environment whose observations are state
-# indices; "vectors" is the ants and any other with float vectors. What is missing here comes from the way the
-# policies learn, below.
+# The appendix's values per environment. "indices" is any environment whose observations are state indices,
+# "vectors" any with float vectors, "ants" what only they have (env.defaults). What is missing here comes from
+# the way the policies learn, below.
 DEFAULTS = {
     "umaze": dict(reset_prob=0.3, random_walk_prob=0.4, episode_length=90, skill_length=30,
                   low_entropy_coef=0.1),
     "tmaze": dict(reset_prob=0.2, random_walk_prob=0.4, episode_length=40, skill_length=20),
     "4rooms": dict(reset_prob=0.25, random_walk_prob=0.5, episode_length=60, skill_length=20),
     "indices": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20, boredom_coef=2.0, pair_gap=1,
-                    phi_memory=1, high_entropy_coef=0.3, low_entropy_coef=1.0, policy_update="a2c",
-                    updates=7000),
+                    phi_memory=1, step_floor=0.0, fall_cost=0.0, high_entropy_coef=0.3, low_entropy_coef=1.0,
+                    policy_update="a2c", updates=7000),
     "vectors": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100,
-                    boredom_coef=5.0, pair_gap=10, phi_memory=20, high_entropy_coef=0.15, skills_per_update=1,
-                    policy_update="ppo", updates=6000),
+                    boredom_coef=5.0, pair_gap=1, phi_memory=20, step_floor=0.0, fall_cost=0.0,
+                    high_entropy_coef=0.15, skills_per_update=1, policy_update="ppo", updates=6000),
+    "ants": dict(pair_gap=10, step_floor=1.0, fall_cost=20.0),
 }
 # Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch, gamma = lambda = 1: one
 # code for both (D5).
@@ -67,7 +68,7 @@ POLICY_UPDATES = {
     "a2c": dict(update_epochs=1, gamma=1.0, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1,
                 anneal=0.0, step_floor=0.0, fall_cost=0.0),
     "ppo": dict(update_epochs=4, gamma=0.95, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003,
-                anneal=0.5, step_floor=1.0, fall_cost=20.0),
+                anneal=0.5),
 }
 FALL_AFTER = 1000  # updates before a fall costs anything: skills have to be fast first (D10)
 CLIP_COEF = 0.2
@@ -164,7 +165,7 @@ def resolve(args, env):
     """Replaces every None by its value for this environment; checks that c divides K, pair_gap c, and
     skills_per_update L."""
     kind = "indices" if env.obs_scale is None else "vectors"
-    values = DEFAULTS[kind] | DEFAULTS.get(args.env, {})
+    values = DEFAULTS[kind] | DEFAULTS.get(getattr(env, "defaults", None), {}) | DEFAULTS.get(args.env, {})
     args.policy_update = args.policy_update or values["policy_update"]
     preset = POLICY_UPDATES[args.policy_update]
     usual = args.policy_update == values["policy_update"]  # its coefficients per environment are for that one
@@ -513,6 +514,7 @@ def load(path, num_envs=1, seed=0):
     def build():
         args, env = gridworld.rebuild(path, checkpoint, Args, lambda name: make_env(name, num_envs, seed))
         gridworld.check_ranges(args, RANGES)
+        resolve(args, env)
         networks = make_networks(args, env)
         networks.load_state_dict(checkpoint["networks"])
         return args, env, networks, make_directions(args)

@@ -1100,6 +1100,13 @@ def test_laprep_rollouts_of_both_priors(tmp_path):
     assert walks.shape == (2000, 51) and len(np.unique(walks[:, 0])) > 0.95 * env.num_states
     _, apart, same_cells, _ = rollouts(pair_gap=5)
     assert np.array_equal(apart, walks[:, ::5]) and np.array_equal(same_cells, cells)
+    ants, args = antmaze.AntMazeVec("antmaze1", 2, 0), LAP(env="antmaze1", num_envs=2, reset_prob=0.0)
+    laprep.resolve(args, ants)
+    states = ants.truth_obs[[ants.goal_index] * 2].copy()
+    states[0, 3:7] = 0, 1, 0, 0  # on its back: it goes to s0, as TATC's do (D7)
+    ants.place(np.ones(2, dtype=bool), states)
+    start = laprep.rollout(args, ants, np.random.default_rng(0))[0][:, 0, :2]
+    assert np.abs(start[0]).max() < 0.2 and np.allclose(start[1], ants.goal_xy, atol=0.1)
 
 
 def test_scores_of_exact_rotated_and_wrong_eigenvectors(tmp_path):
