@@ -545,9 +545,44 @@ for _id, _maze in (("AntMaze1", "antmaze1"), ("AntMaze2", "antmaze2"), ("AntMaze
 
 
 # ------------------------------------------------------------------------------ every environment by its name
-CONTRACT = (
-    "num_envs", "obs", "action_shape", "obs_size", "obs_scale", "phi_scale", "move", "place", "fallen",
-    "get_state", "set_state", "truth_obs", "truth_xy", "distance", "start_index", "cell", "num_cells")
+def check_environment(env, num_envs, name):
+    """Refuses an environment that is not as README's "Your own environment" says, naming the first thing."""
+    def whole(value, low):
+        return isinstance(value, (int, np.integer)) and value >= low
+
+    def observations(array, count):  # indices [count] below obs_size, or float32 [count, obs_size]
+        if env.obs_scale is None:
+            return array.shape == (count,) and array.dtype.kind in "iu" and not (array // env.obs_size).any()
+        return (array.shape == (count, env.obs_size) and array.dtype == np.float32
+                and np.isfinite(array).all())
+
+    def scale(array):
+        return array.shape == (env.obs_size,) and array.dtype == np.float32
+
+    states = len(getattr(env, "truth_obs", ()))
+    for what, fits in {
+            "obs_size": lambda: whole(env.obs_size, 1), "num_envs": lambda: env.num_envs == num_envs,
+            "action_shape": lambda: len(env.action_shape) == 2 and all(whole(n, 1) for n in env.action_shape),
+            "obs_scale": lambda: env.obs_scale is None or scale(env.obs_scale),
+            "phi_scale": lambda: env.phi_scale is None if env.obs_scale is None else scale(env.phi_scale),
+            "obs": lambda: observations(env.obs, num_envs),
+            "truth_obs": lambda: observations(env.truth_obs, states),
+            "truth_xy": lambda: np.shape(env.truth_xy) == (states, 2),
+            "start_index": lambda: whole(env.start_index, 0) and env.start_index < states,
+            "num_cells": lambda: whole(env.num_cells, 1),
+            "cell": lambda: not (np.asarray(env.cell(env.obs)) // env.num_cells).any(),
+            "distance": lambda: env.distance is None or (
+                env.distance.shape == (states, states) and np.isfinite(env.distance).all()
+                and env.distance[env.start_index].max() > 0),
+            "fallen": lambda: np.shape(env.fallen()) == (num_envs,),
+            "get_state, set_state": lambda: env.set_state(env.get_state()) is None,
+            "move, place": lambda: callable(env.move) and callable(env.place)}.items():
+        try:
+            good = fits()
+        except Exception:  # missing, or of a type that does not even compare
+            good = False
+        if not good:
+            raise UsageError(f'{name}: {what} is missing or not as README, "Your own environment", says')
 
 
 def make_env(name, num_envs, seed):
@@ -565,10 +600,7 @@ def make_env(name, num_envs, seed):
         if env is None:
             raise UsageError(f"{path} has no function {function}; define {function}(num_envs, seed), "
                              "which returns an environment")
-        missing = [attribute for attribute in CONTRACT if not hasattr(env, attribute)]
-        if missing:
-            raise UsageError(f"the environment of {name} lacks {', '.join(missing)} "
-                             '(README, "Your own environment")')
+        check_environment(env, num_envs, name)
         env.name = f"{function}-{gridworld.file_name(path, text)}"
         return env
     if name not in gridworld.MAZES and not Path(name).exists():

@@ -94,7 +94,9 @@ def read_results(path):
         raise UsageError(f"{path} is not a results file; its first line must be {','.join(COLUMNS)}")
     for number, row in enumerate(rows, 2):
         try:
-            int(row["run_seed"]), int(row["seed"]), float(row["step"]), float(row["value"])
+            int(row["run_seed"]), int(row["seed"]), int(row["step"])
+            if None in row or not math.isfinite(float(row["value"])):
+                raise ValueError
         except (TypeError, ValueError):
             raise UsageError(f"{path}, line {number}: not {len(COLUMNS)} fields, or no numbers where they "
                              "belong; mend or delete the line") from None
@@ -1526,7 +1528,7 @@ def committed_phi(results_dir, label, env):
                 arrays = dict(file)
             if np.array_equal(arrays["xy"], env.truth_xy):
                 return arrays
-        except (ValueError, KeyError, zipfile.BadZipFile):
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
             raise UsageError(f"{path} is damaged; restore it") from None
     return None
 

@@ -1773,7 +1773,7 @@ REFUSALS = [(script, arguments.split(), message) for script, arguments, message 
     ("tatc.py", "--env {root}", "is not a text file"),
     ("tatc.py", "--env nowhere.py:make", "nowhere.py is not a text file"),
     ("tatc.py", "--env {root}/tatc.py:nothing", "has no function nothing"),
-    ("tatc.py", "--env {poor}:make", "lacks obs, action_shape, .*Your own environment"),
+    ("tatc.py", "--env {poor}:make", "obs_size is missing or not as README, .Your own environment., says"),
     ("tatc.py", "--env {huge}", "62500 free cells; use at most 6000"),
     ("tatc.py", "--env ant:{huge}", "62500 free cells; use at most 200"),
     ("tatc.py", "--skill-length 7", "--skill-length is 7; use a divisor of --episode-length 90"),
@@ -1917,6 +1917,25 @@ def test_readme_commands_parse_and_links_and_functions_exist(tmp_path, monkeypat
                 assert int(anchor[1:]) <= len((folder / path).read_text().splitlines())
         for script, function in re.findall(r"`(\w+)\.py`: `(\w+)`", text):
             assert hasattr(SCRIPTS[script], function), f"{name}: {script}.{function}"
+
+
+@pytest.mark.parametrize("attribute, values", {
+    "obs_size": ("0", "'x'", "5.0"), "num_envs": ("3",), "action_shape": ("4", "(1,)", "(1, 4, 2)", "(0, 4)"),
+    "obs_scale": ("[1.0]",), "phi_scale": ("np.ones(403)",), "truth_xy": ("None", "np.zeros((3, 2))"),
+    "obs": ("[0, 0]", "np.zeros((2, 1), int)", "np.zeros(7, int)", "np.zeros(2)", "np.array(['a', 'b'])",
+            "np.array([0, 403])"),
+    "truth_obs": ("np.arange(404)",), "start_index": ("403", "-1"), "num_cells": ("-1", "5.0", "0"),
+    "cell": ("lambda obs: obs + 403", "None"), "fallen": ("lambda: False",), "move, place": ("None",),
+    "distance": ("[[0]]", "np.zeros((3, 3))", "0 * env.distance", "env.distance + np.nan", "np.inf"),
+    "get_state, set_state": ("lambda: {}",)}.items())
+def test_own_environments_that_break_the_contract_are_refused_by_name(tmp_path, attribute, values):
+    for value in values:
+        (tmp_path / "own.py").write_text(
+            "import numpy as np\nimport gridworld\n\n\ndef make(num_envs, seed):\n"
+            "    env = gridworld.GridWorldVec('4rooms', num_envs, seed)\n"
+            f"    env.{attribute.split(',')[0]} = {value}\n    return env\n")
+        with pytest.raises(UsageError, match=f"make: {attribute} is missing or not as README"):
+            antmaze.make_env(f"{tmp_path}/own.py:make", 2, 0)
 
 
 def test_readme_examples_run(tmp_path, monkeypatch, capsys):
