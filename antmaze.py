@@ -559,6 +559,13 @@ def check_environment(env, num_envs, name):
     def scale(array):
         return array.shape == (env.obs_size,) and array.dtype == np.float32
 
+    def moves():  # a step of all agents from s0, taken back
+        state = env.get_state()
+        env.place(np.ones(num_envs, bool), "s0")
+        good = observations(env.move(np.zeros((num_envs, env.action_shape[0]), int)), num_envs)
+        env.set_state(state)
+        return good and observations(env.obs, num_envs)
+
     states = len(getattr(env, "truth_obs", ()))
     for what, fits in {
             "obs_size": lambda: whole(env.obs_size, 1), "num_envs": lambda: env.num_envs == num_envs,
@@ -570,13 +577,14 @@ def check_environment(env, num_envs, name):
             "truth_xy": lambda: np.shape(env.truth_xy) == (states, 2),
             "start_index": lambda: whole(env.start_index, 0) and env.start_index < states,
             "num_cells": lambda: whole(env.num_cells, 1),
-            "cell": lambda: not (np.asarray(env.cell(env.obs)) // env.num_cells).any(),
+            "cell": lambda: env.cell(env.obs).dtype.kind in "iu" and all(
+                not (env.cell(obs) // env.num_cells).any() for obs in (env.obs, env.truth_obs)),
             "distance": lambda: env.distance is None or (
                 env.distance.shape == (states, states) and np.isfinite(env.distance).all()
                 and env.distance[env.start_index].max() > 0),
-            "fallen": lambda: np.shape(env.fallen()) == (num_envs,),
+            "fallen": lambda: env.fallen().shape == (num_envs,) and env.fallen().dtype == bool,
             "get_state, set_state": lambda: env.set_state(env.get_state()) is None,
-            "move, place": lambda: callable(env.move) and callable(env.place)}.items():
+            "move, place": moves}.items():
         try:
             good = fits()
         except Exception:  # missing, or of a type that does not even compare
@@ -595,13 +603,14 @@ def make_env(name, num_envs, seed):
         try:
             found = runpy.run_path(path)
             env = found[function](num_envs, seed) if function in found else None
+            if env is not None:
+                env.name = f"{function}-{gridworld.file_name(path, text)}"
         except (Exception, SystemExit) as error:  # whatever the file does
             raise UsageError(f"{name} failed with {type(error).__name__}: {error}; mend the file") from None
         if env is None:
             raise UsageError(f"{path} has no function {function}; define {function}(num_envs, seed), "
                              "which returns an environment")
         check_environment(env, num_envs, name)
-        env.name = f"{function}-{gridworld.file_name(path, text)}"
         return env
     if name not in gridworld.MAZES and not Path(name).exists():
         known = ", ".join([*gridworld.MAZES, *MAZES])

@@ -264,6 +264,14 @@ def test_malformed_mazes_are_refused_at_once_by_line_and_reason(tmp_path, monkey
     assert time.process_time() - begin < 2
 
 
+def test_large_mazes_are_constructible(tmp_path):
+    env = gridworld.GridWorldVec(write_maze(tmp_path, "S" + 59 * "." + 59 * ("\n" + 60 * ".")))
+    assert env.num_states == 3600 <= gridworld.MOST_STATES and env.cell_distance.max() == 118
+    env = antmaze.AntMazeVec(write_maze(tmp_path, "S" + 15 * "." + 11 * ("\n" + 16 * ".")), 1)
+    assert env.free.sum() == 192 <= antmaze.MOST_BLOCKS and env.num_cells == 16 * 192
+    assert np.isclose(env.distance[env.start_index].max(), 45 * 2**0.5 + 16)  # diagonally, then straight
+
+
 # ---------------------------------------------------------------------------------------------------- antmaze
 def ant_actions(steps, ants, seed=0):
     return np.random.default_rng(seed).integers(0, 5, (steps, ants, 8))
@@ -310,13 +318,13 @@ def test_ant_is_the_standard_ant_and_the_fast_model_accelerates_as_the_plain_one
 def test_ant_results_depend_on_seed_and_state_alone_not_on_the_thread_count():
     envs = [antmaze.AntMazeVec("antmaze2", 6, seed, threads, start="uniform", max_episode_steps=30)
             for seed, threads in ((5, 1), (5, 2), (5, 3), (6, 1))]
-    for action in ant_actions(25, 6):
+    for action in ant_actions(30, 6):  # then all are truncated, and begin anew in the next step
         for env in envs:
             env.step(action)
     assert [np.array_equal(envs[0].obs, env.obs) for env in envs] == [True, True, True, False]
     envs[3].set_state(through_a_file(envs[0].get_state()))
     ends = 0
-    for step, action in enumerate(ant_actions(30, 6, seed=1)):  # crosses the truncation at step 30
+    for step, action in enumerate(ant_actions(35, 6, seed=1)):  # crosses the next truncation
         results = [env.step(action)[:4] for env in envs]
         assert all(np.array_equal(a, b) for other in results for a, b in zip(results[0], other))
         ends += results[0][3].sum()
@@ -466,9 +474,9 @@ def test_ant_goal_task_terminates_truncates_and_resets_on_the_next_step():
     assert not (reward.any() or terminated.any() or truncated.any()) and np.abs(obs[1, :2]).max() <= 0.1
     ends = [env.step(still(3))[3].tolist() for _ in range(4)]
     assert ends == [[False] * 3, [True, False, True], [False] * 3, [False, True, False]]
-    state[0, 0] += 0.5
-    env.place(one, state)
-    assert not env.step(still(3))[2].any()
+    state[0, 0] += 0.5  # beyond the radius
+    single.reset(options={"start": state})
+    assert not single.step(np.zeros(8))[2]
 
 
 def test_ant_pictures_need_opengl(monkeypatch):
@@ -833,18 +841,14 @@ def interrupted(args, number, how):
 
 
 @pytest.mark.parametrize("kind, values, stops", [
-    (TATC, dict(checkpoint_every=4), (5, 10)),
-    (TATC, dict(checkpoint_every=4, skills_per_update=1), (5, 10)),
-    (TATC, dict(env="antmaze2", skill_length=10, episode_length=20, phi_memory=4, pair_gap=5,
-                checkpoint_every=4), (5, 10)),
-    (LAP, dict(data="online", prior="s0", checkpoint_every=20), (27, 50)),
-    (LAP, dict(data="offline", objective="allo", reachability=True, checkpoint_every=20), (27, 50)),
+    (TATC, dict(), (5, 10)), (TATC, dict(skills_per_update=1), (5, 10)),
+    (TATC, dict(env="antmaze2", skill_length=10, episode_length=20, phi_memory=4, pair_gap=5), (5, 10)),
+    (LAP, dict(data="online", prior="s0"), (27, 50)),
+    (LAP, dict(data="offline", objective="allo", reachability=True), (27, 50)),
     (LAP, dict(env="antmaze1", data="online", prior="s0", samples=60, episode_length=10, dim=3, pair_gap=5,
                num_envs=3, log_every=4, updates=12, checkpoint_every=5), (7, 10)),
-    (DCO, dict(checkpoint_every=3), (5, 17, 20, 33)),
-    (DCO, ANT_DCO | dict(checkpoint_every=3), (2, 7, 8, 13)),
-    (DIAYN, dict(checkpoint_every=11), (16, 24)),
-    (DIAYN, dict(env="antmaze2", episode_length=5, discriminator="xy", checkpoint_every=11), (16, 24)),
+    (DCO, dict(), (5, 17, 20, 33)), (DCO, ANT_DCO, (2, 7, 8, 13)), (DIAYN, dict(), (16, 24)),
+    (DIAYN, dict(env="antmaze2", episode_length=5, discriminator="xy"), (16, 24)),
 ], ids=["tatc", "tatc-text", "tatc-ant", "laprep-online", "laprep-offline", "laprep-ant", "dco", "dco-ant",
         "diayn", "diayn-ant"])
 def test_interrupted_runs_continue_bit_for_bit(tmp_path, no_pictures, kind, values, stops):
@@ -852,6 +856,7 @@ def test_interrupted_runs_continue_bit_for_bit(tmp_path, no_pictures, kind, valu
 
     The stops are in the middle of episodes, of log intervals and of DCO's stages.
     """
+    values = dict(checkpoint_every={TATC: 4, LAP: 20, DCO: 3, DIAYN: 11}[kind]) | values
     parts = small(kind, tmp_path, "parts", resume=True, **values)
     for number, how in zip(stops, (signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)):
         assert interrupted(parts, number, how) == (-how if how == signal.SIGKILL else 130)
@@ -1925,7 +1930,10 @@ def test_readme_commands_parse_and_links_and_functions_exist(tmp_path, monkeypat
     "obs": ("[0, 0]", "np.zeros((2, 1), int)", "np.zeros(7, int)", "np.zeros(2)", "np.array(['a', 'b'])",
             "np.array([0, 403])"),
     "truth_obs": ("np.arange(404)",), "start_index": ("403", "-1"), "num_cells": ("-1", "5.0", "0"),
-    "cell": ("lambda obs: obs + 403", "None"), "fallen": ("lambda: False",), "move, place": ("None",),
+    "cell": ("lambda obs: obs + 403", "lambda obs: obs * 1.0", "None"),
+    "fallen": ("lambda: False", "lambda: np.zeros(2)"),
+    "move, place": ("None", "lambda actions: None", "lambda actions: 1 / 0",
+                    "lambda actions: np.zeros(5, int)"),
     "distance": ("[[0]]", "np.zeros((3, 3))", "0 * env.distance", "env.distance + np.nan", "np.inf"),
     "get_state, set_state": ("lambda: {}",)}.items())
 def test_own_environments_that_break_the_contract_are_refused_by_name(tmp_path, attribute, values):
