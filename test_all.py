@@ -575,12 +575,14 @@ def test_methods_refuse_bad_input_and_change_nothing(message, calls):
 def test_environments_have_what_trainers_need_and_names_that_follow_their_content(tmp_path, capsys):
     for name in gridworld.MAZES | antmaze.MAZES:
         env = antmaze.make_env(name, 2, 0)
-        assert env.name == name and all(hasattr(env, attribute) for attribute in antmaze.CONTRACT)
+        before = env.obs.copy()
+        antmaze.check_environment(env, 2, name)  # its trial step is taken back
+        assert env.name == name and np.array_equal(env.obs, before)
         assert type(env) is (ANT if name in antmaze.MAZES else GRID) and env.num_envs == 2
     texts = {"my maze.v2.txt": "S G#.\n   #.\n", "mine.py": (
-        "import antmaze, types\n"
+        "import gridworld\n"
         "def build(num_envs, seed):\n"
-        "    return types.SimpleNamespace(**dict.fromkeys(antmaze.CONTRACT, (num_envs, seed)))\n")}
+        "    return gridworld.GridWorldVec('tmaze', num_envs, seed)\n")}
     maze, own = (write_maze(tmp_path, text, name) for name, text in texts.items())
     codes = [hashlib.sha256(text.encode()).hexdigest()[:6] for text in texts.values()]
     for env, name in ((maze, f"my_maze.v2-{codes[0]}"), (f"ant:{maze}", f"ant-my_maze.v2-{codes[0]}")):
@@ -590,7 +592,8 @@ def test_environments_have_what_trainers_need_and_names_that_follow_their_conten
         warning = f"{maze}: 2 free cells cannot be reached from S and count as walls\n"
         assert capsys.readouterr().err == warning
     env = antmaze.make_env(f"{own}:build", 3, 4)
-    assert env.obs == (3, 4) and env.name == f"build-mine-{codes[1]}"
+    assert env.obs.shape == (3,) and env.name == f"build-mine-{codes[1]}"
+    assert env.rng.random() == np.random.default_rng(4).random()
 
 
 def test_pictures_of_every_environment(tmp_path, monkeypatch, capsys):
