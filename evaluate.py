@@ -1196,8 +1196,8 @@ GRIDS, ANTS, SEEDS = tuple(gridworld.MAZES), ("antmaze1", "antmaze2"), tuple(ran
 Entry = namedtuple("Entry", "experiment label command envs seeds minutes")
 ALLO = "laprep.py --prior uniform --objective allo --reachability --dim 10 --data offline"
 TRAININGS = (
-    Entry("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 2.5),
-    *(Entry("ablation", f"TATC, {name}", f"tatc.py {flags}", envs, SEEDS, 2.5) for name, flags, envs in (
+    Entry("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 4),
+    *(Entry("ablation", f"TATC, {name}", f"tatc.py {flags}", envs, SEEDS, 4) for name, flags, envs in (
         ("beta' = 0", "--boredom-coef 0", GRIDS),
         ("entropy 0.1", "--low-entropy-coef 0.1", ("tmaze", "4rooms")),
         ("entropy 0.1, beta' = 0", "--low-entropy-coef 0.1 --boredom-coef 0", ("tmaze", "4rooms")),
@@ -1205,7 +1205,7 @@ TRAININGS = (
         ("beta' = 0, uniform prior", "--boredom-coef 0 --prior uniform", GRIDS),
         ("one skill per update", "--skills-per-update 1", GRIDS))),
     *(Entry("readings", f"TATC, {reading}, beta' = {coef}",
-            f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}", ("umaze",), SEEDS[:3], 1.5)
+            f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}", ("umaze",), SEEDS[:3], 2)
       for reading, coefs in (("sum", ("0.002", "0.01", "0.05", "0.2", "2")),
                              ("mean", ("0.02", "0.1", "0.5", "2")))
       for coef in coefs),
