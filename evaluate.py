@@ -34,6 +34,7 @@ E6  Shaping: an ant that falls on its back in training begins anew, and counts a
 """
 
 import csv
+import importlib
 import io
 import itertools
 import math
@@ -44,7 +45,7 @@ import time
 import zipfile
 from collections import deque, namedtuple
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -67,15 +68,13 @@ import tatc
 from gridworld import UsageError
 
 COLUMNS = ("experiment", "method", "env", "run_seed", "seed", "step", "metric", "value")
-KEY = COLUMNS[:5]
 NAMES = {"tatc": "TATC", "laprep": "Lap-rep", "dco": "DCO", "diayn": "DIAYN"}
 RANGES = dict(
     seed=(0, 2**31), dim=(1, 10**4), updates=(1, 10**8), episodes=(1, 10**7), horizon=(1, 10**6),
     gamma=(0.001, 0.9999), entropy_coef=(0, 1e6), learning_rate=(0, 1), hidden=(1, 4096),
-    log_every=(1, 10**8), every=(1, 10**8), reward_factor=(1e-9, 1e9), steps=(1, 10**9), num_envs=(1, 4096),
-    warmup=(1, 10**9), update_ratio=(0, 100), batch_size=(1, 10**6), alpha=(0, 1e6), tau=(1e-9, 1),
-    anneal=(0, 1), eval_every=(1, 10**9), eval_episodes=(1, 4096), batch=(1, 4096), skill_length=(1, 10**6),
-    rollouts=(1, 4096), frames=(1, 10**4), size=(16, 4096), rounds=(1, 1000),
+    log_every=(1, 10**8), steps=(1, 10**9), num_envs=(1, 4096), warmup=(1, 10**9), update_ratio=(0, 100),
+    batch_size=(1, 10**6), alpha=(0, 1e6), tau=(1e-9, 1), anneal=(0, 1), eval_every=(1, 10**9),
+    eval_episodes=(1, 4096), batch=(1, 4096), skill_length=(1, 10**6), rollouts=(1, 4096),
 )
 
 
@@ -84,49 +83,44 @@ def read_results(path):
     """The rows of a results file as dicts of strings; none if there is no file."""
     if not path.exists():
         return []
-    text = gridworld.read_text(path, 10**9)
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    reader = csv.DictReader(io.StringIO(gridworld.read_text(path, 10**9), newline=""))
+    rows = []
     try:
-        rows = list(reader)
-    except csv.Error as error:
-        raise UsageError(f"{path} is not a results file ({error}); restore it") from None
-    if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise UsageError(f"{path} is not a results file; its first line must be {','.join(COLUMNS)}")
-    for number, row in enumerate(rows, 2):
-        try:
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError
+        for row in reader:
             int(row["run_seed"]), int(row["seed"]), int(row["step"])
             if None in row or not math.isfinite(float(row["value"])):
                 raise ValueError
-        except (TypeError, ValueError):
-            raise UsageError(f"{path}, line {number}: not {len(COLUMNS)} fields, or no numbers where they "
-                             "belong; mend or delete the line") from None
+            rows.append(row)
+    except (csv.Error, TypeError, ValueError):
+        raise UsageError(f"{path} is not a results file, line {reader.line_num}: not {len(COLUMNS)} fields, "
+                         "or no numbers where they belong; mend or delete the line") from None
     return rows
+
+
+def key_of(row):
+    return tuple(row[name] for name in COLUMNS[:5])
 
 
 def add_results(path, rows):
     """Add rows (tuples in the order of COLUMNS), replacing those of one experiment, method, env and seeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = [dict(zip(COLUMNS, (*map(str, row[:-1]), format(row[-1], ".6g")))) for row in rows]
-
-    def key(row):
-        return tuple(row[name] for name in KEY)
-
-    replaced = {key(row) for row in new}
+    replaced = set(map(key_of, new))
     with filelock.FileLock(path.with_name(f".{path.name}.lock")):
-        kept = [row for row in read_results(path) if key(row) not in replaced]
+        kept = [row for row in read_results(path) if key_of(row) not in replaced]
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(sorted(kept + new, key=key))  # a stable sort: steps stay in order within a key
+        writer.writerows(sorted(kept + new, key=key_of))  # a stable sort: steps stay in order within a key
         gridworld.write_atomically(path, text.getvalue().encode())
 
 
 def results_path(args, name):
     """Where an evaluation's rows go: --results-dir, or beside its run; checked before hours are spent."""
-    run = getattr(args, "run", None)
-    beside = (Path(run) if run and Path(run).is_dir() else Path(run).parent if run
-              else Path("runs/evaluations"))
-    path = (Path(args.results_dir) if args.results_dir else beside) / f"{name}.csv"
+    run = Path(getattr(args, "run", None) or "runs/evaluations")
+    path = Path(args.results_dir or (run.parent if run.is_file() else run)) / f"{name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     read_results(path)
     gridworld.write_atomically(path.with_name(f".{path.name}.check"), b"")
@@ -134,30 +128,43 @@ def results_path(args, name):
     return path
 
 
-def finished(path, last_step, *key):
-    """Whether the results file has rows of key (experiment, method, env, run_seed, seed) up to last_step."""
-    key = tuple(map(str, key))
-    return any(tuple(row[name] for name in KEY) == key and int(row["step"]) >= last_step
-               for row in read_results(path))
+def add_variant(method, variant):
+    return method if variant == "default" else f"{method} {variant}"
+
+
+def begin(args, title, file, facts, env, experiments, last_step):
+    """(path, key): the rows' file, and their method, env, run_seed and seed; key is None if --resume finds
+    rows of all the experiments up to last_step there.
+
+    The method's name is that of `facts` and every argument that differs from its default, beside those that
+    say what is evaluated.
+    """
+    chosen = {name: getattr(args, name) for name in ("run", "features", "starts", "reward", "floor")
+              if hasattr(args, name)}
+    method = add_variant(facts["method"], gridworld.variant_name(args, type(args)(**chosen)))
+    path, key = results_path(args, file), (method, env.name, facts["run_seed"], args.seed)
+    print(f"{title} of {method} on {env.name}, run {facts['run_seed']}, seed {args.seed}, rows to {path}")
+    done = {key_of(row) for row in read_results(path) if int(row["step"]) >= last_step}
+    if args.resume and all((experiment, *map(str, key)) in done for experiment in experiments):
+        print("finished already")
+        return path, None
+    return path, key
 
 
 # ----------------------------------------------------------------------------- what a run left, by its script
-SCRIPTS = {"tatc": tatc, "laprep": laprep, "dco": baselines, "diayn": baselines}
-
-
 def load_facts(path):
     """The checkpoint of a run of any script, with its method's name in the rows."""
-    facts = gridworld.load_checkpoint(path, tuple(SCRIPTS))
-    variant = "" if facts["variant"] == "default" else f" {facts['variant']}"
-    return facts | {"method": NAMES[facts["script"]] + variant, "run_seed": facts["args"]["seed"]}
+    facts = gridworld.load_checkpoint(path, tuple(NAMES))
+    return facts | {"method": add_variant(NAMES[facts["script"]], facts["variant"]),
+                    "run_seed": facts["args"]["seed"]}
 
 
 def load_rows(path):
     """(facts, rows of metrics.csv) of a run directory."""
     facts = load_facts(path)
     rows = facts.get("rows")
-    if not isinstance(rows, list) or not rows or not all({"update", "env_steps", "seconds"} <= set(row)
-                                                         for row in rows):
+    needed = {"update", "env_steps", "seconds"}
+    if not isinstance(rows, list) or not rows or not all(needed <= set(row) for row in rows):
         raise UsageError(f"{path} holds no logged rows; give a run directory that has logged")
     return facts, rows
 
@@ -206,38 +213,20 @@ def need_goal(env, kind, command):
 
 
 # ========================================================================== prediction and control: the agent
-class PredictionAgent(nn.Module):
-    """Actor: MLP 2x64 tanh on the one-hot state; critic: linear in phi (None: in the one-hot state)."""
+def make_agent(args, env, features):
+    """(agent, its parameters) on features [S, d]; agent() gives logits and value of every state, [S, 5].
 
-    def __init__(self, env, features, hidden):
-        super().__init__()
-        self.features = None if features is None else torch.as_tensor(features, dtype=torch.float32)
-        self.states = torch.arange(env.num_states)
-        self.actor = tatc.Net(env.num_states, 0, 4, hidden)
-        self.weight = nn.Parameter(torch.zeros(env.num_states if features is None else features.shape[1]))
-        self.bias = nn.Parameter(torch.zeros(()))
-
-    def forward(self):
-        """logits [S, 4] and values [S] of every state."""
-        value = self.weight if self.features is None else self.features @ self.weight
-        return self.actor(self.states), value + self.bias
-
-
-class ControlAgent(nn.Module):
-    """MLP 2x64 tanh on phi (None: on the one-hot state): an action head and a linear critic head."""
-
-    def __init__(self, env, features, hidden):
-        super().__init__()
-        if features is None:
-            self.inputs, self.body = torch.arange(env.num_states), tatc.Net(env.num_states, 0, 5, hidden)
-        else:
-            self.inputs = torch.as_tensor(features, dtype=torch.float32)
-            self.body = tatc.Net(features.shape[1], 0, 5, hidden, np.ones(features.shape[1], np.float32))
-
-    def forward(self):
-        """logits [S, 4] and values [S] of every state."""
-        heads = self.body(self.inputs)
-        return heads[:, :4], heads[:, 4]
+    control: MLP 2x64 tanh on the features with an action head and a linear critic head. prediction: the actor
+    is that MLP on the one-hot state, the critic linear in the features.
+    """
+    features, size = torch.as_tensor(features, dtype=torch.float32), features.shape[1]
+    if isinstance(args, Control):
+        both = tatc.Net(size, 0, 5, 64, np.ones(size, np.float32))
+        return partial(both, features), both.parameters()
+    actor, states = tatc.Net(env.num_states, 0, 4, 64), torch.arange(env.num_states)
+    weight, bias = torch.zeros(size, requires_grad=True), torch.zeros((), requires_grad=True)
+    return (lambda: torch.column_stack([actor(states), features @ weight + bias]),
+            [*actor.parameters(), weight, bias])
 
 
 def start_states(env, start, last, reset_prob, rng):
@@ -292,15 +281,11 @@ def goal_task_loss(logits, value, visits, returns, squares, entropy_coef):
     return policy_loss + value_loss
 
 
-def root_mean_square(error):
-    return float(np.sqrt(np.mean(np.square(error))))
-
-
 def least_squares_fit(features, values):
     """The best linear fit of values [n] on [features, 1], features [n, d]: R^2 and root mean square error."""
     inputs = np.column_stack([features, np.ones(len(values))])
     error = values - inputs @ np.linalg.lstsq(inputs, values, rcond=None)[0]
-    return {"fit_r2": 1 - error.var() / values.var(), "fit_error": root_mean_square(error)}
+    return {"fit_r2": 1 - error.var() / values.var(), "fit_error": np.sqrt(np.square(error).mean())}
 
 
 def standardise(features):
@@ -327,9 +312,7 @@ class Prediction:
     starts: tuple[Literal["uniform", "s0", "prior"], ...] = ("uniform", "s0", "prior")
     """where episodes start; one training for each (E1)"""
     updates: int = 3000
-    """A2C updates"""
-    episodes: int = 80
-    """episodes per update"""
+    """A2C updates of 80 episodes"""
     horizon: int = 100
     """steps per episode"""
     gamma: float = 0.98
@@ -338,8 +321,6 @@ class Prediction:
     """entropy coefficient"""
     learning_rate: float = 1e-3
     """Adam step size"""
-    hidden: int = 64
-    """units in each of the two hidden layers"""
     log_every: int = 50
     """updates between two result rows"""
     resume: bool = False
@@ -353,86 +334,76 @@ class Control(Prediction):
     """How well an actor-critic on frozen phi learns the goal task."""
 
 
-def named(args, method, skipped=()):
-    """The method's name with every argument of the evaluation that differs from its default."""
-    base = type(args)(**{name: getattr(args, name) for name in ("run", *skipped)})
-    variant = gridworld.variant_name(args, base)
-    return method if variant == "default" else f"{method} {variant}"
-
-
-def train_agent(args, env, features, start, reset_prob, make_agent):
+def train_agent(args, env, features, start):
     """A2C on the goal task; yields (update, metric, value) every log_every updates."""
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    agent = make_agent(env, features, args.hidden)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
+    agent, parameters = make_agent(args, env, features)
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
+    reset_prob = tatc.DEFAULTS.get(env.name, tatc.DEFAULTS["indices"])["reset_prob"]
     others = np.arange(env.num_states) != env.goal_index
-    optimal = env.optimal_values(args.gamma)
-    rewards, discounted, last = [], [], np.full(args.episodes, env.start_index)
+    rewards, discounted, last = [], [], np.full(80, env.start_index)
     for number in tqdm(range(1, args.updates + 1), desc=f"from {start}", unit="update", dynamic_ncols=True,
                        leave=False):
-        logits, value = agent()
+        logits, value = agent().tensor_split((4,), dim=1)
+        value = value[:, 0]
         policy = F.softmax(logits.detach().double(), dim=-1).numpy()
         state = start_states(env, start, last, reset_prob, rng)
-        *sums, reward, discounted_return, last = goal_episodes(
+        visits, returns, squares, reward, discounted_return, last = goal_episodes(
             env, policy, state, args.horizon, args.gamma, rng)
         rewards.append(reward.mean())
         discounted.append(discounted_return.mean())
         if number % args.log_every == 0 or number == args.updates:
-            estimate = value.detach().double().numpy()
             yield number, "reward", np.mean(rewards)
             yield number, "discounted_return", np.mean(discounted)
-            yield number, "error_optimal", root_mean_square((estimate - optimal)[others])
-            yield number, "error_policy", root_mean_square(
-                (estimate - env.policy_values(policy, args.gamma))[others])
+            for metric, truth in (("error_optimal", env.optimal_values(args.gamma)),
+                                  ("error_policy", env.policy_values(policy, args.gamma))):
+                error = (value.detach().double().numpy() - truth)[others]
+                yield number, metric, np.sqrt(np.square(error).mean())
             rewards, discounted = [], []
-        visits, returns = (torch.as_tensor(array, dtype=torch.float32) for array in sums[:2])
-        loss = goal_task_loss(logits, value, visits, returns, float(sums[2]), args.entropy_coef)
+        loss = goal_task_loss(logits, value, torch.as_tensor(visits, dtype=torch.float32),
+                              torch.as_tensor(returns, dtype=torch.float32), float(squares),
+                              args.entropy_coef)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
 def evaluate_agent(args):
-    """The body of `prediction` and `control`."""
-    experiment, make_agent = (("control", ControlAgent) if isinstance(args, Control)
-                              else ("prediction", PredictionAgent))
+    command = "control" if isinstance(args, Control) else "prediction"
     if (args.run is None) == (args.features is None):
         raise UsageError("give either --run RUN_DIR or --features")
     if not args.starts:
         raise UsageError("--starts is empty; give uniform, s0 or prior")
-    run_seed, env_name = args.seed, args.env
     if args.run is not None:
         facts, env, phi = load_phi(args.run)
-        need_goal(env, gridworld.GridWorldVec, experiment)
-        method, run_seed, env_name, features = (facts["method"], facts["run_seed"], facts["args"]["env"],
-                                                phi(env.truth_obs))
     else:
-        env = antmaze.make_env(args.env, 1, 0)
-        need_goal(env, gridworld.GridWorldVec, experiment)
-        if args.dim > env.num_states:
-            raise UsageError(f"--dim is {args.dim}; use at most {env.num_states}, "
-                             f"the number of states of {args.env}")
         method = "one-hot" if args.features == "onehot" else "exact eigenvectors"
-        features = None if args.features == "onehot" else env.laplacian_eigenvectors(args.dim)[1]
-    method, path = (named(args, method, ("features", "env", "starts")),
-                    results_path(args, f"gridworld_{experiment}"))
-    reset_prob = tatc.DEFAULTS.get(env_name, tatc.DEFAULTS["indices"])["reset_prob"]
-    print(f"{experiment} of {method} on {env.name}, run {run_seed}, seed {args.seed}, rows to {path}")
-    keys = {start: (f"{experiment}-{start}", method, env.name, run_seed, args.seed) for start in args.starts}
-    if args.resume and all(finished(path, args.updates, *key) for key in keys.values()):
-        return print("finished already")
+        facts, env = {"method": method, "run_seed": args.seed}, antmaze.make_env(args.env, 1, 0)
+    need_goal(env, gridworld.GridWorldVec, command)
+    if args.features is None:
+        features = phi(env.truth_obs)
+    elif args.features == "onehot":
+        features = np.eye(env.num_states)
+    elif args.dim <= env.num_states:
+        features = env.laplacian_eigenvectors(args.dim)[1]
+    else:
+        raise UsageError(f"--dim is {args.dim}; use at most {env.num_states}, "
+                         f"the number of states of {args.env}")
+    path, key = begin(args, command, f"gridworld_{command}", facts, env,
+                      [f"{command}-{start}" for start in args.starts], args.updates)
+    if key is None:
+        return
     rows = []
-    if experiment == "prediction":
+    if command == "prediction":
         others = np.arange(env.num_states) != env.goal_index
-        table = np.eye(env.num_states) if features is None else features
-        fit = least_squares_fit(table[others], env.optimal_values(args.gamma)[others])
-        rows += [("fit", method, env.name, run_seed, args.seed, 0, metric, value)
-                 for metric, value in fit.items()]
-    features = None if features is None else standardise(features)
-    for start, key in keys.items():
-        logged = list(train_agent(args, env, features, start, reset_prob, make_agent))
-        rows += [(*key, *entry) for entry in logged]
+        fit = least_squares_fit(features[others], env.optimal_values(args.gamma)[others])
+        rows += [("fit", *key, 0, metric, value) for metric, value in fit.items()]
+    if args.features != "onehot":
+        features = standardise(features)
+    for start in args.starts:
+        logged = list(train_agent(args, env, features, start))
+        rows += [(f"{command}-{start}", *key, *entry) for entry in logged]
         print(f"from {start}: " + ", ".join(f"{metric} {value:.3f}" for _, metric, value in logged[-4:]))
     add_results(path, rows)
 
@@ -444,19 +415,30 @@ class Scores:
 
     runs: tuple[str, ...]
     """run directories"""
-    every: int = 500
-    """logged rows are kept whose update is a multiple of this, and the last one"""
     results_dir: Optional[str] = None
     """directory for the rows, phi.npz and a small checkpoint; default: rows beside each run, no copies"""
 
 
-def policy_scores(path, recent, tries=64, steps=1000):
+def explore(path, seed, rng, steps):
+    """64 ants under pi_hi and its skills from s0 -> (facts, env, states [steps + 1, 64, 29], distances
+    [steps + 1, 64] to the state that is furthest from s0)."""
+    facts, env, skills, pi_hi = load_skills(path, 64, seed, rng)
+    if pi_hi is None or not isinstance(env, antmaze.AntMazeVec):
+        raise UsageError(f"{path} is not a run of tatc.py on an ant maze")
+    walk = run_skills(env, skills, lambda t, ants, obs, allowed: tatc.choose_skills(pi_hi, obs, rng), steps,
+                      facts["args"]["skill_length"])
+    states = np.stack([env.obs, *walk])
+    far_end = env.truth_xy[env.distance[env.start_index].argmax()]
+    return facts, env, states, np.linalg.norm(states[..., :2] - far_end, axis=-1)
+
+
+def policy_scores(path, recent):
     """What trained policies of tatc.py on an ant maze can do without a task -> {metric: value}.
 
     travel: share of 1x1 cells from which, in a state of the ants of the last updates (`recent`), some skill
     ends 3 units away or more after c steps; used: number of skills that do so somewhere; distance: mean over
-    the cells of how far the best skill gets; reaches_end, fallen, furthest: share of `tries` of pi_hi from s0
-    that come within 4 units of the far end, share on their back after `steps`, and mean of the furthest
+    the cells of how far the best skill gets; reaches_end, fallen, furthest: share of 64 tries of pi_hi from
+    s0 that come within 4 units of the far end, share on their back after 1000 steps, and mean of the furthest
     distance from s0.
     """
     rng = np.random.default_rng(0)
@@ -464,62 +446,55 @@ def policy_scores(path, recent, tries=64, steps=1000):
     states = torch.cat([obs.flatten(0, 1) for obs, _ in recent]).numpy()
     states = rng.permutation(states[~antmaze.on_back(states)])
     own = states[np.unique(env.cell(states), return_index=True)[1]]
-
-    def policy(obs, skill):
-        return tatc.skill_policy(networks["pi_low"], omega, env.action_shape, obs, skill)
-
+    policy = partial(tatc.skill_policy, networks["pi_low"], omega, env.action_shape)
     traces = env.skill_traces(policy, len(omega), own, args.skill_length)
     distance = np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1)  # [n, cells]
-    _, runner, skills, pi_hi = load_skills(path, tries, 0, rng)
-    far_end = env.truth_xy[env.distance[env.start_index].argmax()]
-    reached, furthest = np.zeros(tries, dtype=bool), np.zeros(tries)
-
-    def choose(t, ants, obs, allowed):
-        return tatc.choose_skills(pi_hi, obs, rng)
-
-    for obs in run_skills(runner, skills, choose, steps, args.skill_length):
-        reached |= np.linalg.norm(obs[:, :2] - far_end, axis=-1) <= 4.0
-        furthest = np.maximum(furthest, env.geodesic(obs[:, :2], np.zeros(2)))
+    _, ants, states, to_end = explore(path, 0, rng, 1000)
+    from_start = [env.geodesic(obs[:, :2], np.zeros(2)) for obs in states[1:]]
     return {"travel": (distance.max(0) >= 3).mean(), "used": (distance.max(1) >= 3).sum(),
-            "distance": distance.max(0).mean(), "reaches_end": reached.mean(),
-            "fallen": runner.fallen().mean(), "furthest": furthest.mean()}
+            "distance": distance.max(0).mean(), "reaches_end": (to_end[1:] <= 4).any(0).mean(),
+            "fallen": ants.fallen().mean(), "furthest": np.max(from_start, axis=0).mean()}
 
 
 def collect_scores(args):
-    """The body of `scores`; the step of a row is the number of environment steps."""
+    """Rows whose step is the number of environment steps."""
     if not args.runs:
         raise UsageError("--runs is empty; give run directories")
     for run in map(Path, args.runs):
         facts, logged = load_rows(run)
-        script, env_name = facts["script"], facts["env_name"]
         ant = facts["args"]["env"] in antmaze.MAZES or facts["args"]["env"].startswith("ant:")
-        key = "training", facts["method"], env_name, facts["run_seed"], 0
+        key, last = ("training", facts["method"], facts["env_name"], facts["run_seed"], 0), logged[-1]
         rows = []
-        for row in (row for row in logged if row["update"] % args.every == 0 or row is logged[-1]):
-            names = [name for name in row if name.startswith("eval/")
-                     or name in ("rollout/reached", "rollout/skill_reward")]
-            rows += [(*key, row["env_steps"], name.split("/")[1], row[name]) for name in names]
-        last = logged[-1]
-        rows += [(*key, last["env_steps"], name, last[name]) for name in ("update", "seconds")]
-        if ant and script == "tatc":
+        for row in logged:
+            if row["update"] % 500 == 0 or row is last:
+                rows += [(*key, row["env_steps"], name.split("/")[1], value) for name, value in row.items()
+                         if name.startswith("eval/") or name in ("rollout/reached", "rollout/skill_reward")]
+        scores = {name: last[name] for name in ("update", "seconds")}
+        if ant and facts["script"] == "tatc":
             print(f"{run}: scores of its policies (a minute)", flush=True)
-            rows += [(*key, last["env_steps"], *entry)
-                     for entry in policy_scores(run, facts["recent"]).items()]
-        name = f"{'antmaze' if ant else 'gridworld'}_training"
-        add_results((Path(args.results_dir) if args.results_dir else run) / f"{name}.csv", rows)
+            scores |= policy_scores(run, facts["recent"])
+        rows += [(*key, last["env_steps"], *entry) for entry in scores.items()]
+        folder = Path(args.results_dir or run)
+        add_results(folder / f"{'antmaze' if ant else 'gridworld'}_training.csv", rows)
         if args.results_dir:
-            name = f"{script}-{env_name}-{facts['variant']}-seed{facts['run_seed']}"
-            small = {key: facts[key] for key in ("script", "variant", "env_name", "args", "update",
-                                                 "networks", "duals", "threshold") if key in facts}
-            buffer = io.BytesIO()
-            torch.save(small, buffer)
-            for folder, ending, content in (
-                    ("phi", "npz", (run / "phi.npz").read_bytes() if (run / "phi.npz").exists() else None),
-                    ("checkpoints", "pt", buffer.getvalue() if ant else None)):
-                if content is not None:
-                    (Path(args.results_dir) / folder).mkdir(parents=True, exist_ok=True)
-                    gridworld.write_atomically(Path(args.results_dir) / folder / f"{name}.{ending}", content)
+            copy_run(run, facts, folder, ant)
         print(f"{run}: {len(rows)} rows")
+
+
+def copy_run(run, facts, folder, with_networks):
+    """What using a trained phi takes, and with_networks its skills: folder/phi/*.npz, checkpoints/*.pt."""
+    name = f"{facts['script']}-{facts['env_name']}-{facts['variant']}-seed{facts['run_seed']}"
+    copies = {}
+    if (run / "phi.npz").exists():
+        copies[folder / "phi" / f"{name}.npz"] = (run / "phi.npz").read_bytes()
+    if with_networks:
+        buffer, kept = io.BytesIO(), ("script", "variant", "env_name", "args", "update", "networks", "duals",
+                                      "threshold")
+        torch.save({key: facts[key] for key in kept if key in facts}, buffer)
+        copies[folder / "checkpoints" / f"{name}.pt"] = buffer.getvalue()
+    for path, content in copies.items():
+        path.parent.mkdir(exist_ok=True)
+        gridworld.write_atomically(path, content)
 
 
 @dataclass
@@ -533,7 +508,6 @@ class Curves:
 
 
 def draw_curves(args):
-    """The body of `curves`."""
     runs = {}
     for run in args.runs:
         facts, rows = load_rows(run)
@@ -556,9 +530,8 @@ class Shaping:
     fiedler"""
     reward: Literal["dense", "mix", "sparse", "xy", "fiedler"] = "dense"
     """dense -||phi(s') - phi(g)||, mix half dense half sparse, sparse 1 within epsilon = 2 of the goal, xy
-    -||xy' - g||, fiedler: dense on the maze's exact second eigenfunction"""
-    reward_factor: float = 1.0
-    """times the rule: the reward spans 10 over the maze's positions; for mix twice the factor of dense"""
+    -||xy' - g||, fiedler: dense on the maze's exact second eigenfunction; times a factor, so that the reward
+    spans 10 over the maze's positions (mix: twice the factor of dense)"""
     env: str = "antmaze1"
     """without --run: antmaze1, antmaze2, antmaze-large or ant:FILE"""
     seed: int = 0
@@ -607,26 +580,25 @@ def within_goal(obs, env):
 
 
 def make_reward(kind, env, phi):
-    """reward(next_obs [N, 29]) -> [N] float32, times the factor of Shaping.reward_factor's rule."""
+    """reward(next_obs [N, 29]) -> [N] float32, times the factor of Shaping.reward's rule."""
     goal = antmaze.RESET_POSE.astype(np.float32)[None].copy()
     goal[0, :2] = env.goal_xy
+    if kind == "xy":
+        phi = lambda obs: obs[:, :2].astype(np.float64)  # noqa: E731
     if kind == "fiedler":
         values = env.laplacian_eigenvectors(2)[1][:, 1:].astype(np.float32)
-
-        def phi(obs):  # of the nearest positional state
-            return values[((obs[:, None, :2] - env.truth_xy) ** 2).sum(-1).argmin(1)]
-
+        phi = lambda obs: values[  # noqa: E731  of the nearest positional state
+            ((obs[:, None, :2] - env.truth_xy) ** 2).sum(-1).argmin(1)]
     phi_goal = None if phi is None else phi(goal)
 
     def dense(obs):
         return -np.linalg.norm(phi(obs) - phi_goal, axis=1)
 
-    def sparse(obs):
-        return within_goal(obs, env)
+    def plain(obs):
+        if kind == "sparse":
+            return within_goal(obs, env)
+        return 0.5 * dense(obs) + 0.5 * within_goal(obs, env) if kind == "mix" else dense(obs)
 
-    plain = {"dense": dense, "fiedler": dense, "sparse": sparse,
-             "mix": lambda obs: 0.5 * dense(obs) + 0.5 * sparse(obs),
-             "xy": lambda obs: -np.linalg.norm(obs[:, :2] - env.goal_xy, axis=1)}[kind]
     span = np.ptp((dense if kind == "mix" else plain)(env.truth_obs).astype(float))
     if not 1e-6 < span < np.inf:
         raise UsageError(f"the distances to the goal span {span:.3g} over the maze: "
@@ -707,6 +679,7 @@ class Sac:
             for name in ("actor", "critics")}
         self.replay = baselines.Replay(args.steps, (29, 8, 29, 1, 1))  # as in sac_update's batch
         self.moves, self.updates = 0, 0  # steps of all ants together; gradient steps
+        self.logged = []  # [step, metric, value]
 
     @torch.no_grad()
     def act(self, obs, noise=0.0):
@@ -722,7 +695,7 @@ class Sac:
             actions = self.act(obs, torch.randn(args.num_envs, 8))
         next_obs = env.move(actions)
         self.moves += 1
-        before, after = args.reward_factor * self.reward(np.concatenate([obs, next_obs])).reshape(2, -1)
+        before, after = self.reward(np.concatenate([obs, next_obs])).reshape(2, -1)
         terminated = env.fallen() & args.end_on_fall
         last = self.moves % args.horizon == 0
         good = ~env.last_diverged
@@ -730,9 +703,8 @@ class Sac:
         if last or terminated.any():
             env.place(terminated | last, "s0")
         left = max(0.0, 1 - self.moves * args.num_envs / args.steps)  # share of the steps
-        for optimizer in self.optimizers.values():
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (min(1.0, left / args.anneal)
-                                                                    if args.anneal else 1.0)
+        for optimizer in self.optimizers.values() if args.anneal else ():
+            optimizer.param_groups[0]["lr"] = args.learning_rate * min(1.0, left / args.anneal)
         due = int(args.update_ratio * (self.moves * args.num_envs - args.warmup)) - self.updates
         if due > 0:
             obs, actions, next_obs, progress, terminated = self.replay.sample(
@@ -743,7 +715,8 @@ class Sac:
             self.updates += due
 
     def state(self):
-        return {"networks": self.networks.state_dict(), "moves": self.moves, "updates": self.updates,
+        return {"networks": self.networks.state_dict(), "update": self.moves, "updates": self.updates,
+                "logged": self.logged,
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
                 "rng": self.rng.bit_generator.state, "torch_rng": torch.get_rng_state(),
                 "replay": torch.as_tensor(self.replay.rows[: self.replay.filled]),
@@ -753,7 +726,7 @@ class Sac:
         self.networks.load_state_dict(state["networks"])
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
-        self.moves, self.updates = state["moves"], state["updates"]
+        self.moves, self.updates, self.logged = state["update"], state["updates"], state["logged"]
         self.rng.bit_generator.state = state["rng"]
         torch.set_rng_state(state["torch_rng"])
         self.env.set_state(state["env"])
@@ -768,66 +741,55 @@ def judge_policy(env, act, reward, horizon, seed):
         obs = env.move(act(env.obs))
         reached |= within_goal(obs, env)
         total += reward(obs)
-    return {"success": reached.mean(), "success_at_end": within_goal(env.obs, env).mean(),
-            "return": total.mean(), "distance": env.geodesic(env.obs[:, :2], env.goal_xy).mean(),
-            "fallen": env.fallen().mean()}
+    scores = {"success": reached, "success_at_end": within_goal(env.obs, env), "return": total,
+              "distance": env.geodesic(env.obs[:, :2], env.goal_xy), "fallen": env.fallen()}
+    return {name: float(values.mean()) for name, values in scores.items()}
 
 
 def evaluate_shaping(args):
-    """The body of `shaping`."""
     torch.set_flush_denormal(True)  # dead ReLU units leave denormal numbers in Adam's averages: slower
     needs_phi = args.reward in ("dense", "mix")
     if needs_phi != (args.run is not None):
         how = "needs --run" if needs_phi else "uses no representation; drop --run"
         raise UsageError(f"--reward {args.reward} {how}")
-    phi, method, run_seed = None, args.reward, args.seed
     if needs_phi:
         facts, env, phi = load_phi(args.run, args.num_envs, args.seed)
-        method, run_seed = facts["method"], facts["run_seed"]
     else:
-        env = antmaze.make_env(args.env, args.num_envs, args.seed)
+        facts = {"method": args.reward, "run_seed": args.seed, "args": {"env": args.env}}
+        env, phi = antmaze.make_env(args.env, args.num_envs, args.seed), None
     need_goal(env, antmaze.AntMazeVec, "shaping")
-    reward = make_reward(args.reward, env, phi)
-    method, path = named(args, method, ("reward", "env")), results_path(args, "antmaze_shaping")
-    key = f"shaping-{args.reward}", method, env.name, run_seed, args.seed
-    print(f"shaping with {args.reward} of {method} on {env.name}, run {run_seed}, seed {args.seed}, "
-          f"rows to {path}")
-    if args.resume and finished(path, args.steps, *key):
-        return print("finished already")
-    variant = f"{args.reward}-{method.replace(' ', '-')}-run{run_seed}"
+    reward, experiment = make_reward(args.reward, env, phi), f"shaping-{args.reward}"
+    path, key = begin(args, f"shaping with {args.reward}", "antmaze_shaping", facts, env, [experiment],
+                      args.steps)
+    if key is None:
+        return
+    variant = f"{args.reward}-{key[0].replace(' ', '-')}-run{facts['run_seed']}"
     with gridworld.run_directory(
             args, env, variant, "shaping", ("run", "results_dir")) as (run_dir, checkpoint), \
             gridworld.stop_requests() as stop:
-        agent, judge = Sac(args, env, reward), antmaze.make_env(
-            facts["args"]["env"] if needs_phi else args.env, args.eval_episodes, 0)
-        logged = []
+        agent, judge = Sac(args, env, reward), antmaze.make_env(facts["args"]["env"], args.eval_episodes, 0)
         if checkpoint is not None:
             gridworld.load_state(run_dir, lambda: agent.load(checkpoint))
-            logged = [tuple(entry) for entry in checkpoint["logged"]]
         moves, every = -(-args.steps // args.num_envs), max(1, args.eval_every // args.num_envs)
-        bar = tqdm(initial=agent.moves * args.num_envs, total=moves * args.num_envs, unit="step",
-                   unit_scale=True, dynamic_ncols=True)
-        while agent.moves < moves:
+        bar = tqdm(range(agent.moves + 1, moves + 1), initial=agent.moves, total=moves, unit="move",
+                   dynamic_ncols=True)
+        for number in bar:
             agent.step()
-            bar.update(args.num_envs)
-            evaluated = agent.moves % every == 0 or agent.moves == moves
-            if evaluated:
-                scores = judge_policy(judge, agent.act, reward, args.horizon, args.seed + agent.moves)
+            last = number == moves
+            if last or number % every == 0:
+                scores = judge_policy(judge, agent.act, reward, args.horizon, args.seed + number)
                 if not all(map(math.isfinite, scores.values())):
-                    raise UsageError(f"after {agent.moves * args.num_envs} steps a score is not finite; "
+                    raise UsageError(f"after {number * args.num_envs} steps a score is not finite; "
                                      "try other step sizes")
-                logged += [(agent.moves * args.num_envs, metric, float(value))
-                           for metric, value in scores.items()]
+                agent.logged += [[number * args.num_envs, *entry] for entry in scores.items()]
                 bar.set_postfix({name: format(scores[name], ".2f") for name in ("success", "distance")})
-                add_results(path, [(*key, *entry) for entry in logged])
+                add_results(path, [(experiment, *key, *entry) for entry in agent.logged])
             halt = bool(stop)  # read once: what was saved is what is left
-            if halt or (evaluated and (agent.moves == moves or agent.moves // every % 8 == 0)):
-                gridworld.save_checkpoint(run_dir, "shaping", variant, env, args, agent.state() | {
-                    "update": agent.moves, "logged": [list(entry) for entry in logged]})
+            if halt or last or number % (8 * every) == 0:
+                gridworld.save_checkpoint(run_dir, "shaping", variant, env, args, agent.state())
             if halt:
                 raise KeyboardInterrupt
-        bar.close()
-    print(", ".join(f"{metric} {value:.3f}" for step, metric, value in logged if step == logged[-1][0]))
+    print(", ".join(f"{metric} {value:.3f}" for _, metric, value in agent.logged[-5:]))
 
 
 # ====================================================================================== skills: a sparse task
@@ -856,8 +818,6 @@ class SkillsTask:
     """steps per episode"""
     skill_length: int = 200
     """steps per choice of a skill"""
-    hidden: int = 128
-    """units in each of the two hidden tanh layers"""
     learning_rate: float = 1e-3
     """RMSprop step size"""
     entropy_coef: float = 0.01
@@ -897,18 +857,18 @@ def random_choice(allowed, rng):
     return np.where(allowed, rng.random(allowed.shape), -1.0).argmax(1)
 
 
-def covered_cells(env, skills, args, passed_on, repeats, rng):
+def covered_cells(env, skills, args, repeats, rng):
     """Mean share of the maze's cells that `rollouts` randomly chosen skills visit, over `repeats`.
 
-    passed_on: a skill starts where the last one ended, the first one at s0; otherwise each starts at s0. env
-    has an ant for every repeat, or for every skill of every repeat.
+    env has an ant for every skill of every repeat, each of which starts at s0; or an ant for every repeat,
+    whose skills start where the last one ended, the first one at s0.
     """
-    chain = args.rollouts if passed_on else 1
     group = np.repeat(np.arange(repeats), env.num_envs // repeats)
     visited = np.zeros((repeats, env.num_cells), bool)
     visited[group, env.cell(env.obs)] = True
-    choose = lambda t, ants, obs, allowed: random_choice(allowed, rng)  # noqa: E731
-    for obs in run_skills(env, skills, choose, chain * args.skill_length, args.skill_length):
+    steps = args.skill_length * args.rollouts * repeats // env.num_envs
+    for obs in run_skills(env, skills, lambda t, ants, obs, allowed: random_choice(allowed, rng), steps,
+                          args.skill_length):
         visited[group, env.cell(obs)] = True
     return visited.mean()
 
@@ -949,8 +909,19 @@ def high_level_episodes(args, env, skills, policy, rng):
     return [torch.as_tensor(array) for array in (obs, allowed, choice, time_left, to_go[when, ants])], rewards
 
 
+def untrained_skills(args, num_envs, rng):
+    """What load_skills gives, for --floor actions and skills."""
+    env = antmaze.make_env(args.env, num_envs, args.seed)
+    heads, values = env.action_shape
+    if args.floor == "skills":
+        network = tatc.Net(29, 2, heads * values, 128, env.obs_scale)
+        act = tatc.make_actor(network, tatc.make_directions(tatc.Args()), env.action_shape, rng)
+    else:
+        act = lambda obs, skill: rng.integers(values, size=(len(obs), heads))  # noqa: E731
+    return {"method": f"random {args.floor}", "run_seed": args.seed}, env, Skills(8, act, never_ended), None
+
+
 def evaluate_skills(args):
-    """The body of `skills`."""
     if (args.run is None) != (args.floor in ("actions", "skills")):
         raise UsageError("give --run RUN_DIR, alone or with --floor choices, "
                          "or --floor actions or skills without it")
@@ -958,51 +929,35 @@ def evaluate_skills(args):
     rng, repeats = np.random.default_rng(args.seed), 8
 
     def prepare(num_envs):
-        """(method, run_seed, env, skills) with this many ants."""
-        if args.run is not None:
-            facts, env, skills, _ = load_skills(args.run, num_envs, args.seed, rng)
-            return facts["method"], facts["run_seed"], env, skills
-        env = antmaze.make_env(args.env, num_envs, args.seed)
-        need_goal(env, antmaze.AntMazeVec, "skills")
-        heads, values = env.action_shape
-        if args.floor == "actions":
-            act = lambda obs, skill: rng.integers(values, size=(len(obs), heads))  # noqa: E731
-        else:
-            omega = tatc.make_directions(tatc.Args())
-            act = tatc.make_actor(tatc.Net(29, 2, heads * values, 128, env.obs_scale), omega,
-                                  env.action_shape, rng)
-        return f"random {args.floor}", args.seed, env, Skills(8, act, never_ended)
+        if args.run is None:
+            return untrained_skills(args, num_envs, rng)
+        return load_skills(args.run, num_envs, args.seed, rng)
 
-    method, run_seed, env, skills = prepare(args.batch)
+    facts, env, skills, _ = prepare(args.batch)
     need_goal(env, antmaze.AntMazeVec, "skills")
-    method = named(args, "random choices of " + method if args.floor == "choices" else method,
-                   ("floor", "env"))
-    path = results_path(args, "antmaze_skills")
-    key = method, env.name, run_seed, args.seed
-    print(f"skills of {method} on {env.name}, run {run_seed}, seed {args.seed}, rows to {path}")
-    if args.resume and finished(path, args.episodes, "skills", *key):
-        return print("finished already")
+    if args.floor == "choices":
+        facts["method"] = f"random choices of {facts['method']}"
+    path, key = begin(args, "skills", "antmaze_skills", facts, env, ["skills"], args.episodes)
+    if key is None:
+        return
     rows = []
     for name, ants in (("cells", repeats * args.rollouts), ("cells_passed_on", repeats)):
-        *_, many, many_skills = prepare(ants)
-        value = covered_cells(many, many_skills, args, name == "cells_passed_on", repeats, rng)
-        rows.append(("skills-cells", *key, 0, name, value))
-    policy = tatc.Net(29, 0, skills.count, args.hidden, env.obs_scale)
-    critic = tatc.Net(29, 1, 1, args.hidden, env.obs_scale)
+        _, many, many_skills, _ = prepare(ants)
+        rows.append(("skills-cells", *key, 0, name, covered_cells(many, many_skills, args, repeats, rng)))
+    policy = tatc.Net(29, 0, skills.count, 128, env.obs_scale)
+    critic = tatc.Net(29, 1, 1, 128, env.obs_scale)
     optimizer = torch.optim.RMSprop([*policy.parameters(), *critic.parameters()], lr=args.learning_rate,
                                     foreach=True)
     success, returns, updates = [], [], -(-args.episodes // args.batch)
     bar = tqdm(range(1, updates + 1), unit="update", dynamic_ncols=True)
     for number in bar:
-        choices, rewards = high_level_episodes(
+        (obs, allowed, choice, time_left, to_go), rewards = high_level_episodes(
             args, env, skills, None if args.floor == "choices" else policy, rng)
-        obs, allowed, choice, time_left, to_go = choices
         success.append(rewards.any(0).mean())
         returns.append(rewards.sum(0).mean())
         if number % args.log_every == 0 or number == updates:
-            step = number * args.batch
-            rows += [("skills", *key, step, "success", np.mean(success)),
-                     ("skills", *key, step, "return", np.mean(returns))]
+            rows += [("skills", *key, number * args.batch, "success", np.mean(success)),
+                     ("skills", *key, number * args.batch, "return", np.mean(returns))]
             bar.set_postfix(success=f"{np.mean(success):.2f}")
             success, returns = [], []
         loss = choice_loss(policy(obs), allowed, choice, critic(obs, time_left).squeeze(-1), to_go,
@@ -1029,31 +984,19 @@ class Film:
     comes nearest"""
     steps: int = 1000
     """environment steps"""
-    frames: int = 100
-    """pictures of the animation"""
-    size: int = 240
-    """its height and width in pixels"""
 
 
 def draw_film(args):
-    """The body of `film`."""
     path, rng = gridworld.picture_path(args.path, (".gif",)), np.random.default_rng(args.seed)
-    facts, env, skills, pi_hi = load_skills(args.run, 64, args.seed, rng)
-    if pi_hi is None or not isinstance(env, antmaze.AntMazeVec):
-        raise UsageError(f"{args.run} is not a run of tatc.py on an ant maze")
-    choose = lambda t, ants, obs, allowed: tatc.choose_skills(pi_hi, obs, rng)  # noqa: E731
-    states = np.stack([  # [T + 1, N, 29]
-        env.obs, *run_skills(env, skills, choose, args.steps, facts["args"]["skill_length"])])
-    distance = np.linalg.norm(  # [T + 1, N]
-        states[..., :2] - env.truth_xy[env.distance[env.start_index].argmax()], axis=-1)
+    facts, _, states, distance = explore(args.run, args.seed, rng, args.steps)
     arrived = (distance <= 4).any(0)
     ant = np.where(arrived, (distance <= 4).argmax(0), args.steps + distance.min(0)).argmin()
     last = (distance[:, ant] <= 4).argmax() if arrived[ant] else args.steps
     camera = antmaze.AntMazeVec(facts["args"]["env"].removeprefix("ant:"), 1, 0, render_mode="rgb_array")
     pictures = []
-    for t in np.linspace(0, last, args.frames).astype(int):
+    for t in np.linspace(0, last, 100).astype(int):
         camera.place(np.ones(1, bool), states[t, ant][None])
-        picture = Image.fromarray(camera.render()[0]).resize((args.size, args.size), Image.Resampling.LANCZOS)
+        picture = Image.fromarray(camera.render()[0]).resize((240, 240), Image.Resampling.LANCZOS)
         pictures.append(picture.quantize(64))
     camera.close()
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=80, loop=0)
@@ -1067,25 +1010,22 @@ class Speed:
     """CPU time of antmaze.py and of tatc.py's loop on it against bare MuJoCo and other ants, of SAC against
     Stable-Baselines3 and sbx."""
 
-    rounds: int = 5
-    """measurements of each, in turn"""
     results_dir: Optional[str] = None
     """directory for the rows; default runs/evaluations"""
 
 
-def measure_loop(rounds, updates=10):
-    """Steps per CPU second of tatc.py's loop on AntMaze-1, and of mujoco.batch with the same torques from the
-    same states, [(name, value)] per round."""
+def loop_contenders(updates=10):
+    """(steps, {name: run}) of tatc.py's loop on AntMaze-1, and of mujoco.batch with the same torques from the
+    same states."""
     args = tatc.Args(env="antmaze1")
     env, _ = tatc.prepare(args)
     networks, omega, rng = tatc.make_networks(args, env), tatc.make_directions(args), np.random.default_rng(0)
     optimizers, recent = tatc.make_optimizers(args, networks), deque(maxlen=args.phi_memory)
     bare, states = antmaze.bare_loop(env.model, args.num_envs, 1, 0)
-    found, skills = [], args.episode_length // args.skill_length
-    for _ in range(rounds + 1):  # the first one warms up, and fills phi's memory
-        spent = dict.fromkeys(("tatc.py, whole loop", "mujoco.batch, same steps"), 0.0)
+    skills, played = args.episode_length // args.skill_length, deque(maxlen=updates)
+
+    def loop():
         for number in range(updates):
-            begin = time.process_time()
             if number % skills == 0:
                 walks = tatc.start_episodes(args, env, rng)
             batch = obs, actions, skill, _ = tatc.rollout(args, env, networks, omega, walks, rng)
@@ -1093,18 +1033,22 @@ def measure_loop(rounds, updates=10):
             ends = number % skills == skills - 1  # as often as an episode does; its length is no matter here
             episode = (obs[0, :, :1], obs[0, :, -1], skill.T) if ends else None
             tatc.update(args, networks, optimizers, omega, batch, episode, recent, rng)
-            spent["tatc.py, whole loop"] += time.process_time() - begin
-            states[:], torques = obs[0, :, 0], actions[0].numpy().swapaxes(0, 1) / 2 - 1
-            begin = time.process_time()
+            played.append((obs[0, :, 0].numpy(), actions[0].numpy().swapaxes(0, 1) / 2 - 1))
+
+    def replay():
+        for start, torques in played:
+            states[:] = start
             for torque in torques:
                 bare(torque)
-            spent["mujoco.batch, same steps"] += time.process_time() - begin
-        found += [(name, updates * args.skill_length * args.num_envs / cost) for name, cost in spent.items()]
-    return found[2:]
+
+    loop()  # warms up, and fills half of phi's memory
+    loop()
+    return (updates * args.skill_length * args.num_envs,
+            {"tatc.py, whole loop": loop, "mujoco.batch, same steps": replay})
 
 
-def measure_sac(rounds, moves=16):
-    """Steps per CPU second of this file's SAC and of its peers on the same batched ants, [(name, value)]."""
+def sac_contenders(moves=16):
+    """(steps, {name: run}) of this file's SAC and of its peers on the same batched ants."""
     args = Shaping(reward="xy", steps=200_000)
     env = antmaze.AntMazeVec("antmaze1", args.num_envs, 0)
     agent = Sac(args, env, make_reward("xy", env, None))
@@ -1122,50 +1066,30 @@ def measure_sac(rounds, moves=16):
         except ImportError:
             print(f"{name}: not installed, skipped")
         else:
-            contenders[name] = lambda peer=peer: peer.learn(moves * args.num_envs, reset_num_timesteps=False)
-    found = []
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            begin = time.process_time()
-            run()
-            found.append((name, moves * args.num_envs / (time.process_time() - begin)))
-    return found
+            contenders[name] = partial(peer.learn, moves * args.num_envs, reset_num_timesteps=False)
+    return moves * args.num_envs, contenders
 
 
 def make_peer(package, args):
     """Another package's SAC on batched ants, after its warm-up."""
-    SAC = __import__(package).SAC
-    from stable_baselines3.common.vec_env.base_vec_env import VecEnv
+    SAC = importlib.import_module(package).SAC
+    from stable_baselines3.common.vec_env import DummyVecEnv
 
-    class Ants(VecEnv):
+    ants = antmaze.AntMazeVec("antmaze1", args.num_envs, 0)
+
+    class Ants(DummyVecEnv):
         """AntMazeVec behind Stable-Baselines3's interface, without the goal: only speed is measured."""
 
-        def __init__(self):
-            self.ants = antmaze.AntMazeVec("antmaze1", args.num_envs, 0)
-            super().__init__(args.num_envs, self.ants.single_observation_space, self.ants.single_action_space)
-
         def reset(self):
-            return self.ants.reset()[0]
-
-        def step_async(self, actions):
-            self.actions = actions
+            return ants.reset()[0]
 
         def step_wait(self):
-            obs = self.ants.move(self.actions)
-            return (obs, -np.linalg.norm(obs[:, :2], axis=1), np.zeros(self.num_envs, bool),
-                    [{}] * self.num_envs)
+            obs = ants.move(self.actions)
+            return obs, -np.linalg.norm(obs[:, :2], axis=1), np.zeros(len(obs), bool), [{}] * len(obs)
 
-        def get_attr(self, name, indices=None):
-            return [None] * self.num_envs
-
-        def env_is_wrapped(self, wrapper, indices=None):
-            return [False] * self.num_envs
-
-        close = set_attr = env_method = lambda self, *rest, **named: None
-
-    peer = SAC("MlpPolicy", Ants(), learning_rate=args.learning_rate, buffer_size=args.steps,
-               learning_starts=args.warmup, batch_size=args.batch_size, tau=args.tau, gamma=args.gamma,
-               train_freq=1, ent_coef=args.alpha, seed=0,
+    peer = SAC("MlpPolicy", Ants([antmaze.AntMazeEnv] * args.num_envs), learning_rate=args.learning_rate,
+               buffer_size=args.steps, learning_starts=args.warmup, batch_size=args.batch_size, tau=args.tau,
+               gamma=args.gamma, train_freq=1, ent_coef=args.alpha, seed=0,
                gradient_steps=int(args.update_ratio * args.num_envs),
                policy_kwargs={"net_arch": [args.hidden] * 2})
     peer.learn(args.warmup + 2 * args.num_envs)
@@ -1173,27 +1097,32 @@ def make_peer(package, args):
 
 
 def evaluate_speed(args):
-    """The body of `speed`: ratios within each round, on one core."""
+    """Contenders take turns on one core; ratios are of steps per CPU second within each round."""
     path, rows = results_path(args, "speed"), []
     for name, cost in antmaze.benchmark("antmaze1", 0).items():
         rows.append(("speed-simulator", name, "antmaze1", 0, 0, 0, "cpu_microseconds", cost))
         print(f"{name}: {cost:.1f} microseconds of CPU per step of an ant")
-    for experiment, measure in (("loop", measure_loop), ("sac", measure_sac)):
-        found, seen = measure(args.rounds), {}
-        for name, value in found:
-            seen.setdefault(name, []).append(value)
-            rows.append((f"speed-{experiment}", name, "antmaze1", 0, 0, len(seen[name]),
-                         "steps_per_cpu_second", value))
-        first, *others = seen
+    for experiment, prepare in (("loop", loop_contenders), ("sac", sac_contenders)):
+        steps, contenders = prepare()
+        speeds = {name: [] for name in contenders}
+        for number, (name, run) in itertools.product(range(1, 6), contenders.items()):
+            started = time.process_time()
+            run()
+            speeds[name].append(steps / (time.process_time() - started))
+            rows.append((f"speed-{experiment}", name, "antmaze1", 0, 0, number, "steps_per_cpu_second",
+                         speeds[name][-1]))
+        first, *others = speeds
         for other in others:
-            ratios = np.array(seen[first]) / seen[other]
+            ratios = np.array(speeds[first]) / speeds[other]
             print(f"{first} / {other}: {np.median(ratios):.2f} [{ratios.min():.2f}, {ratios.max():.2f}]")
     add_results(path, rows)
 
 
 # ====================================================== experiments: one list behind plan, tables and figures
 GRIDS, ANTS, SEEDS = tuple(gridworld.MAZES), ("antmaze1", "antmaze2"), tuple(range(10, 15))
-Entry = namedtuple("Entry", "experiment label command envs seeds minutes")
+ENVS = *GRIDS, *ANTS, "antmaze-large"
+# run: the label of the training whose run an evaluation takes, if it is not its own label.
+Entry = namedtuple("Entry", "experiment label command envs seeds minutes run", defaults=(None,))
 ALLO = "laprep.py --prior uniform --objective allo --reachability --dim 10 --data offline"
 TRAININGS = (
     Entry("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 4),
@@ -1228,23 +1157,23 @@ TRAININGS = (
     Entry("skills", "DCO", "baselines_dco_diayn.py dco", ("antmaze1",), SEEDS[:3], 50),
     Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
 )
-# The label of an evaluation is that of the training whose run it takes, or one of NO_RUN.
-NO_RUN = {"exact eigenvectors": "--features exact", "one-hot": "--features onehot", "sparse": "", "xy": "",
-          "fiedler": "", "random actions": "", "random skills": ""}
 LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
 EVALUATIONS = (
-    *(Entry(name, label, f"evaluate.py {name}", GRIDS, SEEDS, 0.8) for name in ("prediction", "control")
-      for label in ("TATC", *LAPREPS, "exact eigenvectors", "one-hot")),
-    *(Entry("shaping", label, f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26)
-      for label in ("TATC", "Lap-rep (uniform), d = 2", "RA-LapRep (uniform), d = 10", "Lap-rep (s0), d = 2")
+    *(Entry(name, label, f"evaluate.py {name}{flags}", GRIDS, SEEDS, 0.8)
+      for name in ("prediction", "control")
+      for label, flags in (*((label, "") for label in ("TATC", *LAPREPS)),
+                           ("exact eigenvectors", " --features exact"), ("one-hot", " --features onehot"))),
+    *(Entry("shaping", f"{run}, {reward}", f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26, run)
+      for run in ("TATC", "Lap-rep (uniform), d = 2", "RA-LapRep (uniform), d = 10", "Lap-rep (s0), d = 2")
       for reward in ("dense", "mix")),
-    *(Entry("shaping", label, f"evaluate.py shaping --reward {label}", ANTS, SEEDS[:3], 26)
-      for label in ("sparse", "xy", "fiedler")),
-    *(Entry("skills", label, f"evaluate.py skills {flags}".strip(), ("antmaze1",), seeds, 4)
-      for label, flags, seeds in (
-          ("TATC", "", SEEDS), ("random choices of TATC", "--floor choices", SEEDS), ("DCO", "", SEEDS[:3]),
-          ("DIAYN", "", SEEDS[:3]), ("random actions", "--floor actions", SEEDS[:3]),
-          ("random skills", "--floor skills", SEEDS[:3]))),
+    *(Entry("shaping", reward, f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26)
+      for reward in ("sparse", "xy", "fiedler")),
+    Entry("skills", "TATC", "evaluate.py skills", ("antmaze1",), SEEDS, 4),
+    Entry("skills", "random choices of TATC", "evaluate.py skills --floor choices", ("antmaze1",), SEEDS, 4,
+          "TATC"),
+    *(Entry("skills", label, f"evaluate.py skills{flags}", ("antmaze1",), SEEDS[:3], 4)
+      for label, flags in (("DCO", ""), ("DIAYN", ""), ("random actions", " --floor actions"),
+                           ("random skills", " --floor skills"))),
 )
 EXPERIMENTS = tuple(dict.fromkeys(entry.experiment for entry in (*TRAININGS, *EVALUATIONS)))
 
@@ -1253,21 +1182,26 @@ EXPERIMENTS = tuple(dict.fromkeys(entry.experiment for entry in (*TRAININGS, *EV
 def run_of(command, env):
     """(script's name, variant, name of the environment) of a training command, by the script's own rule."""
     script, *words = shlex.split(command)
-    module = {"tatc.py": tatc, "laprep.py": laprep, "baselines_dco_diayn.py": baselines}[script]
+    module = importlib.import_module(script.removesuffix(".py"))
     args = tyro.cli(module.Args, args=[*words, "--env", env])
     built, variant = module.prepare(args)
-    return words[0] if module is baselines else script.removesuffix(".py"), variant, built.name
+    return words[0] if module is baselines else module.__name__, variant, built.name
 
 
-def method_of(command, env):
-    """The method's name in the rows of a training command."""
-    script, variant, _ = run_of(command, env)
-    return NAMES[script] + ("" if variant == "default" else f" {variant}")
+def training_of(entry, env):
+    """The training itself, or the one whose run an evaluation takes on env; None if it takes none."""
+    return next((training for training in TRAININGS
+                 if training.label == (entry.run or entry.label) and env in training.envs), None)
 
 
-def trained(label, env):
-    """The training with this label on env."""
-    return next((entry for entry in TRAININGS if entry.label == label and env in entry.envs), None)
+def method_of(entry, env):
+    """The method's name in the rows of an entry."""
+    training = training_of(entry, env)
+    if training is None:
+        return entry.label
+    script, variant, _ = run_of(training.command, env)
+    prefix = "random choices of " if entry.label.startswith("random choices of") else ""
+    return prefix + add_variant(NAMES[script], variant)
 
 
 @dataclass
@@ -1286,50 +1220,33 @@ class Plan:
     """where the rows go"""
 
 
-def plan_commands(args):
-    """[(stage, command, core-minutes)] of a plan, in order, each command once."""
-    minutes_of, results = {}, f"--results-dir {shlex.quote(args.results_dir)}"
-
-    def add(stage, command, minutes):
-        minutes_of.setdefault((stage, f"python {command}"), minutes)
-
-    def train(entry, env, seed):
-        """The run directory of a training, whose lines join the plan."""
-        script, variant, env_name = run_of(entry.command, env)
-        run = shlex.quote(f"runs/{script}/{env_name}/{variant}/seed{seed}")
-        add("train", f"{entry.command} --env {env} --seed {seed} --resume", entry.minutes)
-        add("score", f"evaluate.py scores {results} --runs {run}", 1 if env in antmaze.MAZES else 0.1)
-        return run
-
-    for entry in (*TRAININGS, *EVALUATIONS):
-        for env, seed in itertools.product(entry.envs, entry.seeds):
-            if entry.experiment not in args.experiment:
-                continue
-            if entry in TRAININGS:
-                train(entry, env, seed)
-            elif entry.label in NO_RUN:
-                source = f"{NO_RUN[entry.label]} --env {env} --seed {seed}".strip()
-                add("evaluate", f"{entry.command} {source} --resume {results}", entry.minutes)
-            else:
-                run = train(trained(entry.label.removeprefix("random choices of "), env), env, seed)
-                for again in range(3 if entry.experiment == "skills" else 1):
-                    add("evaluate", f"{entry.command} --run {run} --seed {again} --resume {results}",
-                        entry.minutes)
-    add("figures", f"evaluate.py figures {results}", 1)
-    stages = ("train", "score", "evaluate", "figures")
-    found = [(stage, command, minutes) for (stage, command), minutes in minutes_of.items()
-             if args.stage in (None, stage)]
-    return sorted(found, key=lambda line: stages.index(line[0]))
-
-
 def print_plan(args):
-    """The body of `plan`; the total goes to stderr, so that stdout is a file of commands."""
+    """The total goes to stderr, so that stdout is a file of commands."""
     if not args.experiment:
         raise UsageError(f"--experiment is empty; choose among {', '.join(EXPERIMENTS)}")
-    lines = plan_commands(args)
-    for _, command, minutes in lines:
-        print(f"{command}  # {minutes:g} core-minutes")
-    print(f"{len(lines)} commands, about {sum(minutes for *_, minutes in lines) / 60:.1f} core-hours",
+    results = f"--results-dir {shlex.quote(args.results_dir)}"
+    stages = {name: {} for name in ("train", "score", "evaluate", "figures")}  # {command: core-minutes}
+    wanted = [(entry, env, seed) for entry in (*TRAININGS, *EVALUATIONS)
+              if entry.experiment in args.experiment for env in entry.envs for seed in entry.seeds]
+    for entry, env, seed in wanted:
+        training = training_of(entry, env)
+        if training is None:
+            command = f"{entry.command} --env {env} --seed {seed} --resume {results}"
+            stages["evaluate"][command] = entry.minutes
+            continue
+        script, variant, env_name = run_of(training.command, env)
+        run = shlex.quote(f"runs/{script}/{env_name}/{variant}/seed{seed}")
+        stages["train"][f"{training.command} --env {env} --seed {seed} --resume"] = training.minutes
+        stages["score"][f"evaluate.py scores {results} --runs {run}"] = 1 if env in antmaze.MAZES else 0.1
+        for again in range(0 if entry is training else 3 if entry.experiment == "skills" else 1):
+            command = f"{entry.command} --run {run} --seed {again} --resume {results}"
+            stages["evaluate"][command] = entry.minutes
+    stages["figures"][f"evaluate.py figures {results}"] = 1
+    lines = [line for stage, commands in stages.items() if args.stage in (None, stage)
+             for line in commands.items()]
+    for command, minutes in lines:
+        print(f"python {command}  # {minutes:g} core-minutes")
+    print(f"{len(lines)} commands, about {sum(minutes for _, minutes in lines) / 60:.1f} core-hours",
           file=sys.stderr)
 
 
@@ -1366,70 +1283,59 @@ COMPARISONS = {
     "antmaze_coverage": ("Share of 1x1 cells ever visited.", "environment steps",
                          (("antmaze", "coverage_total", "coverage"),)),
 }
+SPEARMAN = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs"}
+SCORES = SPEARMAN | {"coverage": "coverage", "far": "far"}
+LAPLACIAN = SPEARMAN | {"subspace": "subspace", "fiedler_r2": "R² of the exact second eigenvector"}
+ANT_SCORES = SCORES | {"coverage_total": "ever visited", "travel": "cells where a skill travels",
+                       "used": "skills used", "distance": "distance of the best skill",
+                       "reaches_end": "reaches the far end", "fallen": "fallen", "seconds": "seconds"}
+ERRORS = {"error_optimal": "error to V*", "error_policy": "error to V^pi"}
+REWARDS = {"reward": "episode reward", "discounted_return": "discounted return"}
+# name: (file, {metric: heading}). A table of trainings is named after its entries' experiment, one of
+# evaluations after the experiment of the rows.
+TABLES = {
+    "gridworld": ("gridworld_training", SCORES), "ablation": ("gridworld_training", SCORES),
+    "readings": ("gridworld_training", {"extent": "extent of phi"} | SCORES),
+    "laprep": ("gridworld_training", LAPLACIAN), "antmaze": ("antmaze_training", ANT_SCORES),
+    "ants-ablation": ("antmaze_training", ANT_SCORES), "ants-laprep": ("antmaze_training", LAPLACIAN),
+    "fit": ("gridworld_prediction", {"fit_r2": "R² of V*", "fit_error": "RMSE"}),
+    **{f"prediction-{start}": ("gridworld_prediction", ERRORS) for start in STARTS},
+    **{f"control-{start}": ("gridworld_control", REWARDS) for start in STARTS},
+    "shaping": ("antmaze_shaping", {"success": "success", "success_at_end": "at the end",
+                                    "distance": "distance to the goal", "fallen": "fallen"}),
+    "skills": ("antmaze_skills", {"success": "success", "return": "return"}),
+    "skills-cells": ("antmaze_skills", {"cells": "cells of 48 skills from s0",
+                                        "cells_passed_on": "cells, state passed on"}),
+}
 
 
-def list_tables():
-    """Every table: {name: (results file, share of the last steps that is averaged (0: only the last),
-    {metric: heading}, [(label in the table, label of the entry, experiment of the rows, env)])}."""
-    scores = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
-              "coverage": "coverage", "far": "far"}
-    laplacian = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all pairs",
-                 "subspace": "subspace", "fiedler_r2": "R² of the exact second eigenvector"}
-    ants = scores | {"coverage_total": "ever visited", "travel": "cells where a skill travels",
-                     "used": "skills used", "distance": "distance of the best skill",
-                     "reaches_end": "reaches the far end", "fallen": "fallen", "seconds": "seconds"}
-    errors = {"error_optimal": "error to V*", "error_policy": "error to V^pi"}
-    rewards = {"reward": "episode reward", "discounted_return": "discounted return"}
-    cells = {"cells": "cells of 48 skills from s0", "cells_passed_on": "cells, state passed on"}
-    tables, envs = {}, (*GRIDS, *ANTS, "antmaze-large")
-    for name, file, metrics in (
-            ("gridworld", "gridworld_training", scores), ("ablation", "gridworld_training", scores),
-            ("readings", "gridworld_training", {"extent": "extent of phi"} | scores),
-            ("laprep", "gridworld_training", laplacian), ("antmaze", "antmaze_training", ants),
-            ("ants-ablation", "antmaze_training", ants), ("ants-laprep", "antmaze_training", laplacian)):
-        tables[name] = file, 0.0, metrics, [
-            (entry.label, entry.label, "training", env) for env in envs for entry in TRAININGS
-            if entry.experiment == name and env in entry.envs]
-    for name, experiment, file, metrics in (
-            ("fit", "prediction", "gridworld_prediction", {"fit_r2": "R² of V*", "fit_error": "RMSE"}),
-            *((f"prediction-{start}", "prediction", "gridworld_prediction", errors) for start in STARTS),
-            *((f"control-{start}", "control", "gridworld_control", rewards) for start in STARTS),
-            ("skills", "skills", "antmaze_skills", {"success": "success", "return": "return"}),
-            ("skills-cells", "skills", "antmaze_skills", cells)):
-        tables[name] = file, 0.1, metrics, [
-            (entry.label, entry.label, name, env) for env in envs for entry in EVALUATIONS
-            if entry.experiment == experiment and env in entry.envs]
-    shaping = {"success": "success", "success_at_end": "at the end", "distance": "distance to the goal",
-               "fallen": "fallen"}
-    tables["shaping"] = "antmaze_shaping", 0.1, shaping, [
-        (reward if entry.label in NO_RUN else f"{entry.label}, {reward}", entry.label, f"shaping-{reward}",
-         env) for env in ANTS for entry in EVALUATIONS if entry.experiment == "shaping"
-        for reward in entry.command.split()[-1:]]
-    return tables
+def read_curves(results_dir):
+    """{(experiment, method, env, metric): {run_seed: [(step, value)]}}, the evaluation's seeds averaged."""
+    found, curves = {}, {}
+    for file in dict.fromkeys(file for file, _ in TABLES.values()):
+        for row in read_results(results_dir / f"{file}.csv"):
+            key = row["experiment"], row["method"], row["env"], row["metric"]
+            found.setdefault((*key, int(row["run_seed"]), int(row["step"])), []).append(float(row["value"]))
+    for (*key, seed, step), values in sorted(found.items()):
+        curves.setdefault(tuple(key), {}).setdefault(seed, []).append((step, np.mean(values)))
+    return curves
 
 
-def label_method(label, env):
-    """The method's name in the rows for a label of the experiments on env."""
-    prefix = "random choices of " if label.startswith("random choices") else ""
-    entry = trained(label.removeprefix(prefix), env)
-    return label if entry is None else prefix + method_of(entry.command, env)
+def table_lines(name, curves, metric):
+    """(entry, env, {run_seed: curve}) of every line of a table, environment by environment."""
+    kind = TABLES[name][0].split("_")[1]
+    for env, entry in itertools.product(ENVS, TRAININGS if kind == "training" else EVALUATIONS):
+        if env in entry.envs and entry.experiment == (name if kind == "training" else kind):
+            reward = entry.command.split()[-1]
+            experiment = {"training": kind, "shaping": f"shaping-{reward}"}.get(kind, name)
+            yield entry, env, curves.get((experiment, method_of(entry, env), env, metric), {})
 
 
-def curves_of(rows, experiment, label, env, metric):
-    """{run_seed: [(step, value)]} with the evaluation's seeds averaged."""
-    found, wanted = {}, (experiment, label_method(label, env), env, metric)
-    for row in rows:
-        if (row["experiment"], row["method"], row["env"], row["metric"]) == wanted:
-            found.setdefault(int(row["run_seed"]), {}).setdefault(
-                float(row["step"]), []).append(float(row["value"]))
-    return {seed: [(step, np.mean(values)) for step, values in sorted(steps.items())]
-            for seed, steps in sorted(found.items())}
-
-
-def final_value(curve, tail):
-    """The mean over the last share `tail` of the steps; 0 takes the last value."""
+def final_value(name, curve):
+    """The last value of a training's curve; of an evaluation's the mean over the last tenth of the steps."""
     last = curve[-1][0]
-    return np.mean([value for step, value in curve if step > (1 - tail) * last or step == last])
+    begin = last if TABLES[name][0].endswith("training") else 0.9 * last
+    return np.mean([value for step, value in curve if step > begin or step == last])
 
 
 def interval(values, form):
@@ -1438,56 +1344,45 @@ def interval(values, form):
     return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
-def score_table(rows, tail, metrics, entries):
-    """Markdown: a row per entry, a column per metric; every seed where there are fewer than six."""
+def score_table(name, curves):
+    """A line per entry and environment, a column per metric; every seed where there are fewer than six."""
+    metrics = TABLES[name][1]
     lines = ["| | seeds | " + " | ".join(metrics.values()) + " |", "|---" * (len(metrics) + 2) + "|"]
-    for shown, label, experiment, env in entries:
-        curves = [curves_of(rows, experiment, label, env, metric).values() for metric in metrics]
-        scores = [[final_value(curve, tail) for curve in seeds] for seeds in curves]
+    for columns in zip(*(table_lines(name, curves, metric) for metric in metrics)):
+        entry, env, _ = columns[0]
+        scores = [[final_value(name, curve) for curve in seeds.values()] for *_, seeds in columns]
         cells = [" ".join(f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" for value in values)
                  if len(values) < 6 else interval(values, ".3f") for values in scores]
         if any(scores):
-            count = max(map(len, scores))
-            lines.append(f"| {gridworld.TITLES[env]}: {shown} | {count} | " + " | ".join(cells) + " |")
+            lines.append(f"| {gridworld.TITLES[env]}: {entry.label} | {max(map(len, scores))} | "
+                         + " | ".join(cells) + " |")
     return "\n".join(lines) if len(lines) > 2 else None
 
 
-def difference_table(rows, experiment, metric, envs, labels, tail):
-    """Markdown table of TATC minus each label, over seeds (paired), with the 95 % bootstrap interval."""
-    lines = ["| TATC minus | " + " | ".join(gridworld.TITLES[env] for env in envs) + " |",
-             "|---" * (len(envs) + 1) + "|"]
-    for label in labels:
-        cells = []
-        for env in envs:
-            ours, theirs = ({seed: final_value(curve, tail) for seed, curve in curves_of(
-                rows, experiment, name, env, metric).items()} for name in ("TATC", label))
+def difference_table(name, curves, metric):
+    """TATC minus each Lap-rep, over seeds (paired), with the 95 % bootstrap interval."""
+    finals = {(entry.label, env): {seed: final_value(name, curve) for seed, curve in seeds.items()}
+              for entry, env, seeds in table_lines(name, curves, metric)}
+    lines = ["| TATC minus | " + " | ".join(gridworld.TITLES[env] for env in GRIDS) + " |",
+             "|---" * (len(GRIDS) + 1) + "|"]
+    for label in LAPREPS:
+        cells = [label]
+        for env in GRIDS:
+            ours, theirs = finals["TATC", env], finals[label, env]
             gap = [ours[seed] - theirs[seed] for seed in sorted(set(ours) & set(theirs))]
             cells.append(interval(gap, "+.3f") if len(gap) > 2 else "")
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def make_tables(rows):
-    """{name: Markdown table} of every experiment that has rows."""
-    tables = {name: score_table(rows[file], tail, metrics, entries)
-              for name, (file, tail, metrics, entries) in list_tables().items()}
-    for name, experiment, metric in (("differences", "prediction-uniform", "error_optimal"),
-                                     ("differences-control", "control-uniform", "reward")):
-        file = f"gridworld_{experiment.split('-')[0]}"
-        tables[name] = difference_table(rows[file], experiment, metric, GRIDS, LAPREPS, 0.1)
-    return {name: table for name, table in tables.items() if table}
-
-
-def draw_comparison(path, title, x_label, panels, rows):
+def draw_comparison(path, title, x_label, panels, curves):
     """Curves over trained seeds: a row per (table, metric, y axis) of panels, a column per environment."""
-    tables, grid = list_tables(), []
+    grid = []
     for name, metric, y_label in panels:
-        file, _, _, entries = tables[name]
         row = {}
-        for shown, label, experiment, env in entries:
-            seeds = curves_of(rows[file], experiment, label, env, metric)
+        for entry, env, seeds in table_lines(name, curves, metric):
             if seeds:
-                row.setdefault(env, []).append((shown, COLOURS.get(label, "0.3"), seeds))
+                row.setdefault(env, []).append((entry, seeds))
         if row:
             grid.append((y_label, row))
     if not grid:
@@ -1497,14 +1392,15 @@ def draw_comparison(path, title, x_label, panels, rows):
     for axes, (y_label, row) in zip(figure.subplots(len(grid), columns, squeeze=False), grid):
         for ax in axes[len(row):]:
             ax.axis("off")
-        for ax, (env, curves) in zip(axes, row.items()):
-            for shown, colour, seeds in curves:
-                style = dict(color=colour, ls="--" if shown.endswith("mix") else "-")
+        for ax, (env, found) in zip(axes, row.items()):
+            for entry, seeds in found:
+                style = dict(color=COLOURS.get(entry.label) or COLOURS.get(entry.run, "0.3"),
+                             ls="--" if entry.label.endswith("mix") else "-")
                 for curve in seeds.values():
                     ax.plot(*zip(*curve), lw=0.6, alpha=0.5, **style)
                 length = min(map(len, seeds.values()))
                 mean = np.mean([curve[:length] for curve in seeds.values()], axis=0)
-                handles[shown], = ax.plot(*mean.T, lw=1.8, **style)
+                handles[entry.label], = ax.plot(*mean.T, lw=1.8, **style)
             ax.set_title(gridworld.TITLES[env], fontsize=10)
             ax.set_xlabel(x_label, fontsize=8)
             ax.grid(alpha=0.3)
@@ -1516,12 +1412,9 @@ def draw_comparison(path, title, x_label, panels, rows):
     print(f"figure: {path}")
 
 
-def committed_phi(results_dir, label, env):
+def committed_phi(results_dir, training, env):
     """The arrays of the first committed seed of a training on env's present maze, or None."""
-    entry = trained(label, env.name)
-    if entry is None:
-        return None
-    script, variant, env_name = run_of(entry.command, env.name)
+    script, variant, env_name = run_of(training.command, env.name)
     for path in sorted((results_dir / "phi").glob(f"{script}-{env_name}-{variant}-seed*.npz")):
         try:
             with np.load(path) as file:
@@ -1533,14 +1426,16 @@ def committed_phi(results_dir, label, env):
     return None
 
 
-def draw_phi_rows(path, rows):
-    """A grid of pictures; rows of (env, [(title, phi [S, d])]), the maze first."""
+def draw_phis(path, rows, across=False):
+    """The maze and pictures of phi for each (env, [(title, phi [S, d])]): a row, or `across` a column."""
     rows = [row for row in rows if row[1]]
     if not rows:
         return
     columns = 1 + max(len(entries) for _, entries in rows)
-    figure = Figure(figsize=(2.3 * columns, 2.4 * len(rows)), layout="constrained")
-    for axes, (env, entries) in zip(figure.subplots(len(rows), columns, squeeze=False), rows):
+    size = (2.2 * len(rows), 2.3 * columns) if across else (2.3 * columns, 2.4 * len(rows))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(*((columns, len(rows)) if across else (len(rows), columns)), squeeze=False)
+    for axes, (env, entries) in zip(grid.T if across else grid, rows):
         gridworld.draw_truth(axes[0], env)
         for ax in axes[1 + len(entries):]:
             ax.axis("off")
@@ -1552,48 +1447,49 @@ def draw_phi_rows(path, rows):
 
 def phi_figures(results_dir):
     """phi of every maze, its progress, and the ablations, from the committed npz files."""
-    envs = [antmaze.make_env(name, 1, 0) for name in (*GRIDS, *ANTS, "antmaze-large")]
-    figures, ours = results_dir / "figures", [(env, committed_phi(results_dir, "TATC", env)) for env in envs]
-    ours = [(env, arrays) for env, arrays in ours if arrays is not None]
-    if ours:
-        figure = Figure(figsize=(2.2 * len(ours), 4.6), layout="constrained")
-        for column, (env, arrays) in zip(figure.subplots(2, len(ours), squeeze=False).T, ours):
-            gridworld.draw_truth(column[0], env)
-            gridworld.draw_phi(column[1], env, arrays["phi"], "phi")
-        figure.savefig(figures / "representations.png", dpi=90)
-    draw_phi_rows(figures / "progress.png", [
-        (env, [(f"update {stage}", phi) for stage, phi in zip(arrays["stages"], arrays["snapshots"])])
-        for env, arrays in ours])
-    labels = ("TATC", *(entry.label for entry in TRAININGS if entry.experiment == "ablation"))
-    rows = []
-    for env in envs[:len(GRIDS)]:
-        found = [(label.removeprefix("TATC, "), committed_phi(results_dir, label, env)) for label in labels]
-        rows.append((env, [(title, arrays["phi"]) for title, arrays in found if arrays is not None]))
-    draw_phi_rows(figures / "ablation.png", rows)
+    representations, progress, ablation = [], [], []
+    for env in (antmaze.make_env(name, 1, 0) for name in ENVS):
+        found = {}
+        for entry in TRAININGS:
+            if env.name in entry.envs and entry.experiment in ("gridworld", "antmaze", "ablation"):
+                arrays = committed_phi(results_dir, entry, env)
+                if arrays is not None:
+                    found[entry.label.removeprefix("TATC, ")] = arrays
+        if "TATC" in found:
+            stages = zip(found["TATC"]["stages"], found["TATC"]["snapshots"])
+            representations.append((env, [("phi", found["TATC"]["phi"])]))
+            progress.append((env, [(f"update {stage}", phi) for stage, phi in stages]))
+        if env.name in GRIDS:
+            ablation.append((env, [(title, arrays["phi"]) for title, arrays in found.items()]))
+    figures = results_dir / "figures"
+    draw_phis(figures / "representations.png", representations, across=True)
+    draw_phis(figures / "progress.png", progress)
+    draw_phis(figures / "ablation.png", ablation)
 
 
 def fill_tables(path, tables):
-    """Put each table between its markers; a marker without its end, or of an unknown table, is refused."""
+    """Put each table between its markers; a marker without its end is refused."""
     text = gridworld.read_text(path)
-    for name in re.findall(r"<!-- table:([\w-]+) -->", text):
-        if not re.search(rf"<!-- table:{name} -->\n(?:(?!<!-- table:).)*?<!-- end -->", text, re.DOTALL):
+    parts = re.split(r"<!-- table:([\w-]+) -->", text)  # text, name, text, name, ..., text
+    for i in range(1, len(parts), 2):
+        name, (_, end, rest) = parts[i], parts[i + 1].partition("<!-- end -->")
+        if not end:
             raise UsageError(f"{path}: <!-- table:{name} --> has no <!-- end --> before the next table; "
                              "add it")
-        table = tables.get(name, "(no rows yet)")
-        text = re.sub(rf"(<!-- table:{name} -->\n).*?(<!-- end -->)",
-                      lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
-    gridworld.write_atomically(path, text.encode())
+        parts[i] = f"<!-- table:{name} -->\n{tables.get(name, '(no rows yet)')}\n"
+        parts[i + 1] = end + rest
+    gridworld.write_atomically(path, "".join(parts).encode())
 
 
 def draw_figures(args):
-    """The body of `figures`."""
     results_dir = Path(args.results_dir)
-    files = ("gridworld_training", "antmaze_training", "gridworld_prediction", "gridworld_control",
-             "antmaze_shaping", "antmaze_skills")
-    rows = {name: read_results(results_dir / f"{name}.csv") for name in files}
-    if not any(rows.values()):
+    curves = read_curves(results_dir)
+    if not curves:
         raise UsageError(f"{results_dir} holds no result files; run another subcommand first")
-    tables = make_tables(rows)
+    tables = {name: score_table(name, curves) for name in TABLES}
+    tables["differences"] = difference_table("prediction-uniform", curves, "error_optimal")
+    tables["differences-control"] = difference_table("control-uniform", curves, "reward")
+    tables = {name: table for name, table in tables.items() if table}
     for path in map(Path, args.readme):
         if path.exists():
             fill_tables(path, tables)
@@ -1601,7 +1497,7 @@ def draw_figures(args):
     (results_dir / "figures").mkdir(exist_ok=True)
     phi_figures(results_dir)
     for name, comparison in COMPARISONS.items():
-        draw_comparison(results_dir / "figures" / f"{name}.png", *comparison, rows)
+        draw_comparison(results_dir / "figures" / f"{name}.png", *comparison, curves)
 
 
 # ======================================================================================================= main
