@@ -117,24 +117,13 @@ def add_results(path, rows):
         gridworld.write_atomically(path, text.getvalue().encode())
 
 
-def results_path(args, name):
-    """Where an evaluation's rows go: --results-dir, or beside its run; checked before hours are spent."""
-    run = Path(getattr(args, "run", None) or "runs/evaluations")
-    path = Path(args.results_dir or (run.parent if run.is_file() else run)) / f"{name}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    read_results(path)
-    gridworld.write_atomically(path.with_name(f".{path.name}.check"), b"")
-    path.with_name(f".{path.name}.check").unlink()
-    return path
-
-
 def add_variant(method, variant):
     return method if variant == "default" else f"{method} {variant}"
 
 
 def begin(args, title, file, facts, env, experiments, last_step):
-    """(path, key): the rows' file, and their method, env, run_seed and seed; key is None if --resume finds
-    rows of all the experiments up to last_step there.
+    """(path, key): where the rows go, and their method, env, run_seed and seed; key is None if --resume finds
+    rows of all the experiments up to last_step there. The path is checked before hours are spent.
 
     The method's name is that of `facts` and every argument that differs from its default, beside those that
     say what is evaluated.
@@ -142,9 +131,14 @@ def begin(args, title, file, facts, env, experiments, last_step):
     chosen = {name: getattr(args, name) for name in ("run", "features", "starts", "reward", "floor")
               if hasattr(args, name)}
     method = add_variant(facts["method"], gridworld.variant_name(args, type(args)(**chosen)))
-    path, key = results_path(args, file), (method, env.name, facts["run_seed"], args.seed)
-    print(f"{title} of {method} on {env.name}, run {facts['run_seed']}, seed {args.seed}, rows to {path}")
+    key = method, env.name, facts["run_seed"], args.seed
+    run = Path(args.run or "runs/evaluations")
+    path = Path(args.results_dir or (run.parent if run.is_file() else run)) / f"{file}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
     done = {key_of(row) for row in read_results(path) if int(row["step"]) >= last_step}
+    gridworld.write_atomically(path.with_name(f".{file}.check"), b"")
+    path.with_name(f".{file}.check").unlink()
+    print(f"{title} of {method} on {env.name}, run {facts['run_seed']}, seed {args.seed}, rows to {path}")
     if args.resume and all((experiment, *map(str, key)) in done for experiment in experiments):
         print("finished already")
         return path, None
@@ -1010,8 +1004,8 @@ class Speed:
     """CPU time of antmaze.py and of tatc.py's loop on it against bare MuJoCo and other ants, of SAC against
     Stable-Baselines3 and sbx."""
 
-    results_dir: Optional[str] = None
-    """directory for the rows; default runs/evaluations"""
+    results_dir: str = "runs/evaluations"
+    """directory for the rows"""
 
 
 def loop_contenders(updates=10):
@@ -1041,8 +1035,8 @@ def loop_contenders(updates=10):
             for torque in torques:
                 bare(torque)
 
-    loop()  # warms up, and fills half of phi's memory
-    loop()
+    for _ in range(args.phi_memory // updates):  # warms up, and fills phi's memory
+        loop()
     return (updates * args.skill_length * args.num_envs,
             {"tatc.py, whole loop": loop, "mujoco.batch, same steps": replay})
 
@@ -1098,7 +1092,7 @@ def make_peer(package, args):
 
 def evaluate_speed(args):
     """Contenders take turns on one core; ratios are of steps per CPU second within each round."""
-    path, rows = results_path(args, "speed"), []
+    rows = []
     for name, cost in antmaze.benchmark("antmaze1", 0).items():
         rows.append(("speed-simulator", name, "antmaze1", 0, 0, 0, "cpu_microseconds", cost))
         print(f"{name}: {cost:.1f} microseconds of CPU per step of an ant")
@@ -1115,7 +1109,7 @@ def evaluate_speed(args):
         for other in others:
             ratios = np.array(speeds[first]) / speeds[other]
             print(f"{first} / {other}: {np.median(ratios):.2f} [{ratios.min():.2f}, {ratios.max():.2f}]")
-    add_results(path, rows)
+    add_results(Path(args.results_dir) / "speed.csv", rows)
 
 
 # ====================================================== experiments: one list behind plan, tables and figures
@@ -1229,18 +1223,16 @@ def print_plan(args):
     wanted = [(entry, env, seed) for entry in (*TRAININGS, *EVALUATIONS)
               if entry.experiment in args.experiment for env in entry.envs for seed in entry.seeds]
     for entry, env, seed in wanted:
-        training = training_of(entry, env)
-        if training is None:
-            command = f"{entry.command} --env {env} --seed {seed} --resume {results}"
-            stages["evaluate"][command] = entry.minutes
-            continue
-        script, variant, env_name = run_of(training.command, env)
-        run = shlex.quote(f"runs/{script}/{env_name}/{variant}/seed{seed}")
-        stages["train"][f"{training.command} --env {env} --seed {seed} --resume"] = training.minutes
-        stages["score"][f"evaluate.py scores {results} --runs {run}"] = 1 if env in antmaze.MAZES else 0.1
-        for again in range(0 if entry is training else 3 if entry.experiment == "skills" else 1):
-            command = f"{entry.command} --run {run} --seed {again} --resume {results}"
-            stages["evaluate"][command] = entry.minutes
+        training, sources = training_of(entry, env), [f"--env {env} --seed {seed}"]
+        if training is not None:
+            script, variant, env_name = run_of(training.command, env)
+            run = shlex.quote(f"runs/{script}/{env_name}/{variant}/seed{seed}")
+            stages["train"][f"{training.command} --env {env} --seed {seed} --resume"] = training.minutes
+            stages["score"][f"evaluate.py scores {results} --runs {run}"] = 1 if env in antmaze.MAZES else 0.1
+            again = 0 if entry is training else 3 if entry.experiment == "skills" else 1
+            sources = [f"--run {run} --seed {number}" for number in range(again)]
+        for source in sources:
+            stages["evaluate"][f"{entry.command} {source} --resume {results}"] = entry.minutes
     stages["figures"][f"evaluate.py figures {results}"] = 1
     lines = [line for stage, commands in stages.items() if args.stage in (None, stage)
              for line in commands.items()]
