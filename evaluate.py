@@ -732,9 +732,9 @@ def judge_policy(env, act, reward, horizon, seed):
     env.reset(seed=seed)
     reached, total = np.zeros(env.num_envs, bool), np.zeros(env.num_envs)
     for _ in range(horizon):
-        obs = env.move(act(env.obs))
-        reached |= within_goal(obs, env)
-        total += reward(obs)
+        env.move(act(env.obs))
+        reached |= within_goal(env.obs, env)
+        total += reward(env.obs)
     scores = {"success": reached, "success_at_end": within_goal(env.obs, env), "return": total,
               "distance": env.geodesic(env.obs[:, :2], env.goal_xy), "fallen": env.fallen()}
     return {name: float(values.mean()) for name, values in scores.items()}
@@ -1245,12 +1245,11 @@ def print_plan(args):
 # ========================================================================================= figures and tables
 @dataclass
 class Figures:
-    """Redraw the figures and the tables of the Markdown files from the result rows."""
+    """Redraw the figures and the tables from the result rows; tables go between <!-- table:NAME --> and
+    <!-- end --> of the README.md in the directory of the results and of the one above it."""
 
     results_dir: str = "results"
     """directory of the result files; the pictures go to its subdirectory figures"""
-    readme: tuple[str, ...] = ("README.md", "results/README.md")
-    """files with tables, each between <!-- table:NAME --> and <!-- end -->"""
 
 
 COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d = 3": "#17becf",
@@ -1346,8 +1345,8 @@ def score_table(name, curves):
         cells = [" ".join(f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" for value in values)
                  if len(values) < 6 else interval(values, ".3f") for values in scores]
         if any(scores):
-            lines.append(f"| {gridworld.TITLES[env]}: {entry.label} | {max(map(len, scores))} | "
-                         + " | ".join(cells) + " |")
+            title, count = f"{gridworld.TITLES[env]}: {entry.label}", max(map(len, scores))
+            lines.append(f"| {title} | {count} | " + " | ".join(cells) + " |")
     return "\n".join(lines) if len(lines) > 2 else None
 
 
@@ -1441,22 +1440,19 @@ def phi_figures(results_dir):
     """phi of every maze, its progress, and the ablations, from the committed npz files."""
     representations, progress, ablation = [], [], []
     for env in (antmaze.make_env(name, 1, 0) for name in ENVS):
-        found = {}
-        for entry in TRAININGS:
-            if env.name in entry.envs and entry.experiment in ("gridworld", "antmaze", "ablation"):
-                arrays = committed_phi(results_dir, entry, env)
-                if arrays is not None:
-                    found[entry.label.removeprefix("TATC, ")] = arrays
+        found = {entry.label: committed_phi(results_dir, entry, env) for entry in TRAININGS
+                 if env.name in entry.envs and entry.experiment in ("gridworld", "antmaze", "ablation")}
+        found = {label: arrays for label, arrays in found.items() if arrays is not None}
         if "TATC" in found:
             stages = zip(found["TATC"]["stages"], found["TATC"]["snapshots"])
             representations.append((env, [("phi", found["TATC"]["phi"])]))
             progress.append((env, [(f"update {stage}", phi) for stage, phi in stages]))
         if env.name in GRIDS:
-            ablation.append((env, [(title, arrays["phi"]) for title, arrays in found.items()]))
-    figures = results_dir / "figures"
-    draw_phis(figures / "representations.png", representations, across=True)
-    draw_phis(figures / "progress.png", progress)
-    draw_phis(figures / "ablation.png", ablation)
+            ablation.append((env, [(label.removeprefix("TATC, "), arrays["phi"])
+                                   for label, arrays in found.items()]))
+    draw_phis(results_dir / "figures/representations.png", representations, across=True)
+    draw_phis(results_dir / "figures/progress.png", progress)
+    draw_phis(results_dir / "figures/ablation.png", ablation)
 
 
 def fill_tables(path, tables):
@@ -1482,7 +1478,7 @@ def draw_figures(args):
     tables["differences"] = difference_table("prediction-uniform", curves, "error_optimal")
     tables["differences-control"] = difference_table("control-uniform", curves, "reward")
     tables = {name: table for name, table in tables.items() if table}
-    for path in map(Path, args.readme):
+    for path in (results_dir.parent / "README.md", results_dir / "README.md"):
         if path.exists():
             fill_tables(path, tables)
     print(f"{len(tables)} tables")
