@@ -764,6 +764,7 @@ def evaluate_shaping(args):
         agent, judge = Sac(args, env, reward), antmaze.make_env(facts["args"]["env"], args.eval_episodes, 0)
         if checkpoint is not None:
             gridworld.load_state(run_dir, lambda: agent.load(checkpoint))
+            add_results(path, [(experiment, *key, *entry) for entry in agent.logged])  # should they be lost
         moves, every = -(-args.steps // args.num_envs), max(1, args.eval_every // args.num_envs)
         bar = tqdm(range(agent.moves + 1, moves + 1), initial=agent.moves, total=moves, unit="move",
                    dynamic_ncols=True)
