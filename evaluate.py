@@ -73,8 +73,9 @@ RANGES = dict(
     seed=(0, 2**31), dim=(1, 10**4), updates=(1, 10**8), episodes=(1, 10**7), horizon=(1, 10**6),
     gamma=(0.001, 0.9999), entropy_coef=(0, 1e6), learning_rate=(0, 1), hidden=(1, 4096),
     log_every=(1, 10**8), steps=(1, 10**9), num_envs=(1, 4096), warmup=(1, 10**9), update_ratio=(0, 100),
-    batch_size=(1, 10**6), alpha=(0, 1e6), tau=(1e-9, 1), anneal=(0, 1), eval_every=(1, 10**9),
-    eval_episodes=(1, 4096), batch=(1, 4096), skill_length=(1, 10**6), rollouts=(1, 4096),
+    batch_size=(1, 10**6), reward_factor=(1e-9, 1e9), alpha=(0, 1e6), tau=(1e-9, 1), anneal=(0, 1),
+    eval_every=(1, 10**9), eval_episodes=(1, 4096), batch=(1, 4096), skill_length=(1, 10**6),
+    rollouts=(1, 4096),
 )
 
 
@@ -524,8 +525,9 @@ class Shaping:
     fiedler"""
     reward: Literal["dense", "mix", "sparse", "xy", "fiedler"] = "dense"
     """dense -||phi(s') - phi(g)||, mix half dense half sparse, sparse 1 within epsilon = 2 of the goal, xy
-    -||xy' - g||, fiedler: dense on the maze's exact second eigenfunction; times a factor, so that the reward
-    spans 10 over the maze's positions (mix: twice the factor of dense)"""
+    -||xy' - g||, fiedler: dense on the maze's exact second eigenfunction"""
+    reward_factor: float = 1.0
+    """times the rule: the reward spans 10 over the maze's positions; for mix twice the factor of dense"""
     env: str = "antmaze1"
     """without --run: antmaze1, antmaze2, antmaze-large or ant:FILE"""
     seed: int = 0
@@ -574,7 +576,7 @@ def within_goal(obs, env):
 
 
 def make_reward(kind, env, phi):
-    """reward(next_obs [N, 29]) -> [N] float32, times the factor of Shaping.reward's rule."""
+    """reward(next_obs [N, 29]) -> [N] float32, times the factor of Shaping.reward_factor's rule."""
     goal = antmaze.RESET_POSE.astype(np.float32)[None].copy()
     goal[0, :2] = env.goal_xy
     if kind == "xy":
@@ -689,7 +691,7 @@ class Sac:
             actions = self.act(obs, torch.randn(args.num_envs, 8))
         next_obs = env.move(actions)
         self.moves += 1
-        before, after = self.reward(np.concatenate([obs, next_obs])).reshape(2, -1)
+        before, after = args.reward_factor * self.reward(np.concatenate([obs, next_obs])).reshape(2, -1)
         terminated = env.fallen() & args.end_on_fall
         last = self.moves % args.horizon == 0
         good = ~env.last_diverged
@@ -909,6 +911,7 @@ def untrained_skills(args, num_envs, rng):
     env = antmaze.make_env(args.env, num_envs, args.seed)
     heads, values = env.action_shape
     if args.floor == "skills":
+        torch.manual_seed(args.seed)  # the same skills each time
         network = tatc.Net(29, 2, heads * values, 128, env.obs_scale)
         act = tatc.make_actor(network, tatc.make_directions(tatc.Args()), env.action_shape, rng)
     else:
@@ -955,11 +958,12 @@ def evaluate_skills(args):
                      ("skills", *key, number * args.batch, "return", np.mean(returns))]
             bar.set_postfix(success=f"{np.mean(success):.2f}")
             success, returns = [], []
-        loss = choice_loss(policy(obs), allowed, choice, critic(obs, time_left).squeeze(-1), to_go,
-                           args.entropy_coef)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        if args.floor != "choices":
+            loss = choice_loss(policy(obs), allowed, choice, critic(obs, time_left).squeeze(-1), to_go,
+                               args.entropy_coef)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
     add_results(path, rows)
     print(", ".join(f"{row[-2]} {row[-1]:.3f}" for row in [*rows[:2], *rows[-2:]])
           + f"; {env.diverged} ants diverged")
@@ -1118,24 +1122,25 @@ GRIDS, ANTS, SEEDS = tuple(gridworld.MAZES), ("antmaze1", "antmaze2"), tuple(ran
 ENVS = *GRIDS, *ANTS, "antmaze-large"
 # run: the label of the training whose run an evaluation takes, if it is not its own label.
 Entry = namedtuple("Entry", "experiment label command envs seeds minutes run", defaults=(None,))
+UNIFORM_PRIOR = "beta' = 0, uniform prior"
 ALLO = "laprep.py --prior uniform --objective allo --reachability --dim 10 --data offline"
 TRAININGS = (
     Entry("gridworld", "TATC", "tatc.py", GRIDS, SEEDS, 4),
-    *(Entry("ablation", f"TATC, {name}", f"tatc.py {flags}", envs, SEEDS, 4) for name, flags, envs in (
-        ("beta' = 0", "--boredom-coef 0", GRIDS),
-        ("entropy 0.1", "--low-entropy-coef 0.1", ("tmaze", "4rooms")),
-        ("entropy 0.1, beta' = 0", "--low-entropy-coef 0.1 --boredom-coef 0", ("tmaze", "4rooms")),
-        ("entropy 1", "--low-entropy-coef 1", ("umaze",)),
-        ("beta' = 0, uniform prior", "--boredom-coef 0 --prior uniform", GRIDS),
-        ("one skill per update", "--skills-per-update 1", GRIDS))),
+    *(Entry("ablation", f"TATC, {name}", f"tatc.py {flags}", envs, seeds, 4) for name, flags, envs, seeds in (
+        ("beta' = 0", "--boredom-coef 0", ("umaze",), SEEDS),
+        ("entropy 0.1", "--low-entropy-coef 0.1", ("tmaze", "4rooms"), SEEDS),
+        ("entropy 0.1, beta' = 0", "--low-entropy-coef 0.1 --boredom-coef 0", ("tmaze", "4rooms"), SEEDS),
+        (UNIFORM_PRIOR, "--boredom-coef 0 --prior uniform", GRIDS, SEEDS),
+        ("one skill per update", "--skills-per-update 1", GRIDS, SEEDS[:1]))),
     *(Entry("readings", f"TATC, {reading}, beta' = {coef}",
             f"tatc.py --updates 4000 --boredom {reading} --boredom-coef {coef}", ("umaze",), SEEDS[:3], 2)
-      for reading, coefs in (("sum", ("0.002", "0.01", "0.05", "0.2", "2")),
-                             ("mean", ("0.02", "0.1", "0.5", "2")))
+      for reading, coefs in (("sum", ("0.002", "0.01", "0.05", "0.2")), ("mean", ("0.02", "0.1", "0.5")))
       for coef in coefs),
-    *(Entry("laprep", f"Lap-rep (s0), d = {dim}", "laprep.py" + (f" --dim {dim}" if dim != 2 else ""),
-            GRIDS, SEEDS, 1.8)
-      for dim in (2, 3, 5, 10)),
+    Entry("readings", "TATC, sum, beta' = 2", "tatc.py --updates 4000 --boredom sum", ("umaze",), SEEDS[:1],
+          2),
+    Entry("laprep", "Lap-rep (s0), d = 2", "laprep.py", GRIDS, SEEDS, 1.8),
+    *(Entry("laprep", f"Lap-rep (s0), d = {dim}", f"laprep.py --dim {dim}", GRIDS, seeds, 1.8)
+      for dim, seeds in ((3, SEEDS), (5, SEEDS[:3]), (10, SEEDS[:3]))),
     *(Entry("laprep", f"Lap-rep (s0), d = {dim}, beta = {beta}", f"laprep.py --dim {dim} --beta {beta}",
             GRIDS, SEEDS[:3], 1.8)
       for dim in (2, 3) for beta in ("1", "2.5")),
@@ -1153,11 +1158,12 @@ TRAININGS = (
     Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
 )
 LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
+HIGHER = ("Lap-rep (s0), d = 5", "Lap-rep (s0), d = 10")
 EVALUATIONS = (
-    *(Entry(name, label, f"evaluate.py {name}{flags}", GRIDS, SEEDS, 0.8)
-      for name in ("prediction", "control")
-      for label, flags in (*((label, "") for label in ("TATC", *LAPREPS)),
-                           ("exact eigenvectors", " --features exact"), ("one-hot", " --features onehot"))),
+    *(Entry(name, label, f"evaluate.py {name}", GRIDS, SEEDS, 0.8)
+      for name in ("prediction", "control") for label in ("TATC", *LAPREPS)),
+    *(Entry("prediction", label, "evaluate.py prediction --starts uniform", GRIDS, SEEDS[:3], 0.3)
+      for label in HIGHER),
     *(Entry("shaping", f"{run}, {reward}", f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26, run)
       for run in ("TATC", "Lap-rep (uniform), d = 2", "RA-LapRep (uniform), d = 10", "Lap-rep (s0), d = 2")
       for reward in ("dense", "mix")),
@@ -1247,15 +1253,16 @@ def print_plan(args):
 @dataclass
 class Figures:
     """Redraw the figures and the tables from the result rows; tables go between <!-- table:NAME --> and
-    <!-- end --> of the README.md in the directory of the results and of the one above it."""
+    <!-- end --> of the README.md beside the rows."""
 
     results_dir: str = "results"
     """directory of the result files; the pictures go to its subdirectory figures"""
 
 
 COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d = 3": "#17becf",
+           "Lap-rep (s0), d = 5": "#6baed6", "Lap-rep (s0), d = 10": "#9ecae1",
            "Lap-rep (uniform), d = 2": "#2ca02c", "RA-LapRep (uniform), d = 10": "#98df8a",
-           "exact eigenvectors": "#9467bd", "fiedler": "#9467bd", "one-hot": "#7f7f7f", "DCO": "#ff7f0e",
+           "fiedler": "#9467bd", "DCO": "#ff7f0e",
            "DIAYN": "#8c564b", "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
            "random skills": "#c49c94", "random choices of TATC": "#f7b6d2"}
 STARTS = {"uniform": "uniform starts", "prior": "starts of the non-uniform prior", "s0": "starts at s0"}
@@ -1351,19 +1358,32 @@ def score_table(name, curves):
     return "\n".join(lines) if len(lines) > 2 else None
 
 
+def progress_table(curves, label, metric, updates):
+    """A line per maze, a column per number of updates of 7000; every seed."""
+    lines = ["| after | " + " | ".join(f"{number} updates" for number in updates) + " |",
+             "|---" * (len(updates) + 1) + "|"]
+    for entry, env, seeds in table_lines("ablation", curves, metric):
+        if entry.label == label and seeds:
+            cells = [" ".join(f"{dict(curve)[curve[-1][0] * number // 7000]:.3f}" for curve in seeds.values())
+                     for number in updates]
+            lines.append(f"| {gridworld.TITLES[env]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def difference_table(name, curves, metric):
     """TATC minus each Lap-rep, over seeds (paired), with the 95 % bootstrap interval."""
     finals = {(entry.label, env): {seed: final_value(name, curve) for seed, curve in seeds.items()}
               for entry, env, seeds in table_lines(name, curves, metric)}
     lines = ["| TATC minus | " + " | ".join(gridworld.TITLES[env] for env in GRIDS) + " |",
              "|---" * (len(GRIDS) + 1) + "|"]
-    for label in LAPREPS:
+    for label in (*LAPREPS, *HIGHER):
         cells = [label]
         for env in GRIDS:
-            ours, theirs = finals["TATC", env], finals[label, env]
+            ours, theirs = finals["TATC", env], finals.get((label, env), {})
             gap = [ours[seed] - theirs[seed] for seed in sorted(set(ours) & set(theirs))]
             cells.append(interval(gap, "+.3f") if len(gap) > 2 else "")
-        lines.append("| " + " | ".join(cells) + " |")
+        if any(cells[1:]):
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -1478,10 +1498,11 @@ def draw_figures(args):
     tables = {name: score_table(name, curves) for name in TABLES}
     tables["differences"] = difference_table("prediction-uniform", curves, "error_optimal")
     tables["differences-control"] = difference_table("control-uniform", curves, "reward")
+    tables["uniform-prior"] = progress_table(
+        curves, f"TATC, {UNIFORM_PRIOR}", "spearman_s0", (1000, 2500, 4000, 7000))
     tables = {name: table for name, table in tables.items() if table}
-    for path in (results_dir.parent / "README.md", results_dir / "README.md"):
-        if path.exists():
-            fill_tables(path, tables)
+    if (results_dir / "README.md").exists():
+        fill_tables(results_dir / "README.md", tables)
     print(f"{len(tables)} tables")
     (results_dir / "figures").mkdir(exist_ok=True)
     phi_figures(results_dir)
