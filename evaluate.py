@@ -1164,6 +1164,9 @@ EVALUATIONS = (
       for name in ("prediction", "control") for label in ("TATC", *LAPREPS)),
     *(Entry("prediction", label, "evaluate.py prediction --starts uniform", GRIDS, SEEDS[:3], 0.3)
       for label in HIGHER),
+    *(Entry(name, label, f"evaluate.py {name} --starts uniform --features {features}", GRIDS, SEEDS[:3], 0.3)
+      for name in ("prediction", "control")
+      for label, features in (("exact eigenvectors", "exact"), ("one-hot", "onehot"))),
     *(Entry("shaping", f"{run}, {reward}", f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26, run)
       for run in ("TATC", "Lap-rep (uniform), d = 2", "RA-LapRep (uniform), d = 10", "Lap-rep (s0), d = 2")
       for reward in ("dense", "mix")),
@@ -1262,7 +1265,7 @@ class Figures:
 COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d = 3": "#17becf",
            "Lap-rep (s0), d = 5": "#6baed6", "Lap-rep (s0), d = 10": "#9ecae1",
            "Lap-rep (uniform), d = 2": "#2ca02c", "RA-LapRep (uniform), d = 10": "#98df8a",
-           "fiedler": "#9467bd", "DCO": "#ff7f0e",
+           "exact eigenvectors": "#9467bd", "fiedler": "#9467bd", "one-hot": "#7f7f7f", "DCO": "#ff7f0e",
            "DIAYN": "#8c564b", "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
            "random skills": "#c49c94", "random choices of TATC": "#f7b6d2"}
 STARTS = {"uniform": "uniform starts", "prior": "starts of the non-uniform prior", "s0": "starts at s0"}
