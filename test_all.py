@@ -659,7 +659,7 @@ def descend(loss, *modules, limit=math.inf):
 
 
 def naive_update_policy(args, level, policy, critic, omega, obs, skill, actions, rewards, ends, rng):
-    """A2C or PPO by loops on the first ends[n] steps of trajectory n; returns how many ratios were clipped."""
+    """A2C or PPO by loops on the first ends[n] steps of trajectory n; returns how many ratios it clipped."""
     ppo, low, steps, clipped = args.policy_update == "ppo", level == "low", obs.shape[1], 0
     gamma, decay = (args.gamma, args.gamma * args.gae_lambda) if low else (1.0, 1.0)
 
