@@ -1512,7 +1512,8 @@ def ant_runs(tmp_path_factory):
     """{script: run directory} of a few updates on AntMaze-1."""
     root, few = tmp_path_factory.mktemp("ants"), dict(env="antmaze1", num_envs=4, log_every=2)
     runs = {"tatc": small(TATC, root, "tatc", **few | dict(updates=4, skill_length=10, episode_length=20)),
-            "laprep": small(LAP, root, "laprep", **few | dict(updates=20, samples=1000, episode_length=50)),
+            "laprep": small(LAP, root, "laprep", **few | dict(
+                updates=20, samples=1000, episode_length=50, objective="allo", reachability=True, dim=3)),
             "dco": small(DCO, root, "dco", **few | ANT_DCO | dict(num_skills=3)),
             "diayn": small(DIAYN, root, "diayn", **few)}
     return {name: trained(args) and Path(args.run_dir) for name, args in runs.items()}
