@@ -497,8 +497,12 @@ def test_ant_pictures_need_opengl(monkeypatch):
 def test_ants_cost_little_more_than_bare_mujoco_and_the_whole_loop_not_much_more():
     cost = antmaze.benchmark("antmaze1", 0, rounds=3, seconds=0.1)
     assert cost["antmaze.py"] < 1.5 * cost["mujoco.batch, same model"]
-    speed = dict(evaluate.measure_loop(1, updates=1))
-    assert speed["tatc.py, whole loop"] > 0.3 * speed["mujoco.batch, same steps"]
+    spent = {}
+    for name, run in evaluate.loop_contenders(updates=2)[1].items():
+        begin = time.process_time()
+        run()
+        spent[name] = time.process_time() - begin
+    assert spent["mujoco.batch, same steps"] > 0.3 * spent["tatc.py, whole loop"]
 
 
 # ------------------------------------------------------------------------------------------ every environment
@@ -1857,11 +1861,10 @@ def test_committed_rows_and_tables_agree():
 def test_figures_from_a_clean_clone_change_nothing(tmp_path, monkeypatch, shell):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "results", "results")
-    shutil.copy(ROOT / "README.md", ".")
     before = files(".", "*.md")
     cli("evaluate.py figures")
     assert files(".", "*.md") == before
-    text = write(tmp_path, "<!-- table:gridworld -->\n\ntext that must stay\n", "README.md")
+    text = write(tmp_path / "results", "<!-- table:gridworld -->\n\ntext that must stay\n", "README.md")
     code, _, err = shell("evaluate.py figures")
     assert code == 2 and "has no <!-- end -->" in err
     assert Path(text).read_text().endswith("text that must stay\n")
