@@ -26,6 +26,9 @@ D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, 
     the rest of that skill (--fall-cost 0 is the paper's).
 D11 On the ants training ends after 6000 updates (paper: 10,000), and the step sizes go linearly to 0 in the
     second half (--anneal 0 is the paper's).
+D12 Open in the paper: RMSprop's alpha 0.99 and eps 1e-8 are torch's, the critics' loss has weight 1 (PPO:
+    0.5), and N agents run side by side, each on from where its own last episode ended (Algorithm 1 runs N
+    episodes one after the other).
 """
 
 import math
@@ -239,7 +242,7 @@ def make_networks(args, env):
 
 
 def make_optimizers(args, networks):
-    """RMSprop as in the paper; with PPO, Adam for each policy and its critic (D5)."""
+    """RMSprop as in the paper, with torch's constants (D12); with PPO, Adam for policies and critics (D5)."""
     groups = {"phi": networks["phi"].parameters(),
               "low": [*networks["pi_low"].parameters(), *networks["v_low"].parameters()],
               "high": [*networks["pi_hi"].parameters(), *networks["v_hi"].parameters()]}
@@ -452,7 +455,8 @@ def update_policy(args, level, policy, critic, optimizer, obs, delta, actions, r
             order = torch.as_tensor(rng.permutation(len(rows[0])))
             rows = [part[order] for part in rows]
         for batch in zip(*(part.tensor_split(minibatches) for part in rows)):
-            loss, info = ppo_loss(*outputs(*batch[:4]), *batch[4:], entropy_coef, 0.5 if ppo else 1.0)
+            loss, info = ppo_loss(  # D12: the critic's weight
+                *outputs(*batch[:4]), *batch[4:], entropy_coef, 0.5 if ppo else 1.0)
             optimizer.zero_grad()
             loss.backward()
             if ppo:
