@@ -457,7 +457,7 @@ def collect_scores(args):
         raise UsageError("--runs is empty; give run directories")
     for run in map(Path, args.runs):
         facts, logged = load_rows(run)
-        ant = facts["args"]["env"] in antmaze.MAZES or facts["args"]["env"].startswith("ant:")
+        ant = isinstance(antmaze.make_env(facts["args"]["env"], 1, 0), antmaze.AntMazeVec)
         key, last = ("training", facts["method"], facts["env_name"], facts["run_seed"], 0), logged[-1]
         rows = []
         for row in logged:
@@ -1158,12 +1158,13 @@ TRAININGS = (
     Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
 )
 LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
-HIGHER = ("Lap-rep (s0), d = 5", "Lap-rep (s0), d = 10")
+OTHER_LAPREPS = ("Lap-rep (s0), d = 5", "Lap-rep (s0), d = 10",
+                 *(f"Lap-rep (s0), d = {dim}, beta = {beta}" for dim in (2, 3) for beta in ("1", "2.5")))
 EVALUATIONS = (
     *(Entry(name, label, f"evaluate.py {name}", GRIDS, SEEDS, 0.5)
       for name in ("prediction", "control") for label in ("TATC", *LAPREPS)),
     *(Entry("prediction", label, "evaluate.py prediction --starts uniform", GRIDS, SEEDS[:3], 0.3)
-      for label in HIGHER),
+      for label in OTHER_LAPREPS),
     *(Entry(name, label, f"evaluate.py {name} --starts uniform --features {features}", GRIDS, SEEDS[:3], 0.3)
       for name in ("prediction", "control")
       for label, features in (("exact eigenvectors", "exact"), ("one-hot", "onehot"))),
@@ -1379,7 +1380,7 @@ def difference_table(name, curves, metric):
               for entry, env, seeds in table_lines(name, curves, metric)}
     lines = ["| TATC minus | " + " | ".join(gridworld.TITLES[env] for env in GRIDS) + " |",
              "|---" * (len(GRIDS) + 1) + "|"]
-    for label in (*LAPREPS, *HIGHER):
+    for label in (*LAPREPS, *OTHER_LAPREPS):
         cells = [label]
         for env in GRIDS:
             ours, theirs = finals["TATC", env], finals.get((label, env), {})
@@ -1396,8 +1397,9 @@ def draw_comparison(path, title, x_label, panels, curves):
     for name, metric, y_label in panels:
         row = {}
         for entry, env, seeds in table_lines(name, curves, metric):
-            if seeds:
-                row.setdefault(env, []).append((entry, seeds))
+            colour = COLOURS.get(entry.label) or COLOURS.get(entry.run)
+            if seeds and colour:  # the others are in the tables alone
+                row.setdefault(env, []).append((entry.label, colour, seeds))
         if row:
             grid.append((y_label, row))
     if not grid:
@@ -1408,14 +1410,13 @@ def draw_comparison(path, title, x_label, panels, curves):
         for ax in axes[len(row):]:
             ax.axis("off")
         for ax, (env, found) in zip(axes, row.items()):
-            for entry, seeds in found:
-                style = dict(color=COLOURS.get(entry.label) or COLOURS.get(entry.run, "0.3"),
-                             ls="--" if entry.label.endswith("mix") else "-")
+            for label, colour, seeds in found:
+                style = dict(color=colour, ls="--" if label.endswith("mix") else "-")
                 for curve in seeds.values():
                     ax.plot(*zip(*curve), lw=0.6, alpha=0.5, **style)
                 length = min(map(len, seeds.values()))
                 mean = np.mean([curve[:length] for curve in seeds.values()], axis=0)
-                handles[entry.label], = ax.plot(*mean.T, lw=1.8, **style)
+                handles[label], = ax.plot(*mean.T, lw=1.8, **style)
             ax.set_title(gridworld.TITLES[env], fontsize=10)
             ax.set_xlabel(x_label, fontsize=8)
             ax.grid(alpha=0.3)
