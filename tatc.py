@@ -15,7 +15,7 @@ D3  Open in the paper: the critics are separate networks of the policies' shape 
 D4  The entropy coefficient of pi_low is 1 on the gridworlds other than U-Maze (paper: 0.1).
 D5  On the ants both policies learn by PPO with Adam: 4 passes of 8 minibatches (pi_hi: 8 passes over its
     whole batch), ratio clipped at 0.2, gradient norm at 0.5, normalised advantages; for pi_low GAE with
-    lambda 0.9, discount 0.95, entropy coefficient 0.003 (--policy-update a2c is the paper's, with RMSprop).
+    lambda 0.9, entropy coefficient 0.003 (--policy-update a2c is the paper's, with RMSprop).
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the
     paper's), and phi sees x, y at four times and everything else at a fiftieth of the policies' scale
     (antmaze.py, phi_scale).
@@ -65,12 +65,12 @@ DEFAULTS = {
                     high_entropy_coef=0.15, skills_per_update=1, policy_update="ppo", updates=6000),
     "ants": dict(pair_gap=10, step_floor=1.0, fall_cost=20.0),
 }
-# Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch, gamma = lambda = 1: one
-# code for both (D5).
+# Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch and lambda = 1: one code for
+# both (D5). No return is discounted.
 POLICY_UPDATES = {
-    "a2c": dict(update_epochs=1, gamma=1.0, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1,
+    "a2c": dict(update_epochs=1, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1,
                 anneal=0.0, step_floor=0.0, fall_cost=0.0),
-    "ppo": dict(update_epochs=4, gamma=0.95, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003,
+    "ppo": dict(update_epochs=4, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003,
                 anneal=0.5),
 }
 FALL_AFTER = 1000  # updates before a fall costs anything: skills have to be fast first (D10)
@@ -140,8 +140,6 @@ class Args:
     """how the policies learn: the paper's vanilla A2C with Monte-Carlo returns, or PPO"""
     update_epochs: Annotated[Optional[int], default("update_epochs")] = None
     """passes of pi_low over a batch; with PPO in 8 minibatches each, for pi_hi 8 steps on its whole batch"""
-    gamma: Annotated[Optional[float], default("gamma")] = None
-    """discount of pi_low"""
     gae_lambda: Annotated[Optional[float], default("gae_lambda")] = None
     """lambda of pi_low's GAE; 1 is the Monte-Carlo return"""
     norm_adv: Annotated[Optional[bool], default("norm_adv")] = None
@@ -159,8 +157,8 @@ RANGES = dict(
     phi_memory=(1, 1000), step_floor=(0, 1e6), fall_cost=(0, 1e6), dim=(2, 64), num_directions=(1, 256),
     reset_prob=(0, 1), random_walk_prob=(0, 1), episode_length=(1, 10**5), skill_length=(1, 10**4),
     num_envs=(1, 4096), skills_per_update=(1, 10**4), hidden=(1, 4096), learning_rate=(0, 1), anneal=(0, 1),
-    high_entropy_coef=(0, 1e6), low_entropy_coef=(0, 1e6), update_epochs=(1, 1000), gamma=(0, 1),
-    gae_lambda=(0, 1), log_every=(1, 10**8), checkpoint_every=(1, 10**8),
+    high_entropy_coef=(0, 1e6), low_entropy_coef=(0, 1e6), update_epochs=(1, 1000), gae_lambda=(0, 1),
+    log_every=(1, 10**8), checkpoint_every=(1, 10**8),
 )
 
 
@@ -322,15 +320,15 @@ def ppo_loss(log_prob, entropy, value, old_log_prob, advantage, returns, entropy
     return policy_loss + value_coef * value_loss, info
 
 
-def lambda_returns(rewards, values, ended, gamma, gae_lambda):
-    """TD(lambda) returns [n, T] = GAE's advantages + values; gamma = lambda = 1 gives Monte-Carlo returns.
+def lambda_returns(rewards, values, ended, gae_lambda):
+    """TD(lambda) returns [n, T] = GAE's advantages + values; lambda = 1 gives Monte-Carlo returns.
 
     rewards, values [n, T]; ended [n, T]: nothing follows that step. Nothing follows the last step either.
     """
     returns = rewards.clone()
     for t in range(rewards.shape[1] - 2, -1, -1):
         following = (1 - gae_lambda) * values[:, t + 1] + gae_lambda * returns[:, t + 1]
-        returns[:, t] += gamma * torch.where(ended[:, t], 0.0, following)
+        returns[:, t] += torch.where(ended[:, t], 0.0, following)
     return returns
 
 
@@ -426,7 +424,7 @@ def update_policy(args, level, policy, critic, optimizer, obs, delta, actions, r
     """
     count, steps = rewards.shape
     ppo, low = args.policy_update == "ppo", level == "low"
-    gamma, gae_lambda = (args.gamma, args.gae_lambda) if low else (1.0, 1.0)  # Eq. 4 is a return already
+    gae_lambda = args.gae_lambda if low else 1.0  # Eq. 4 is a return already
     entropy_coef = args.low_entropy_coef if low else args.high_entropy_coef
     epochs = 8 if ppo and not low else args.update_epochs
     minibatches = 8 if ppo and low else 1
@@ -445,7 +443,7 @@ def update_policy(args, level, policy, critic, optimizer, obs, delta, actions, r
     inputs = obs, delta, time_left, actions
     with torch.no_grad():
         old_log_prob, _, value = outputs(*inputs)  # [n, T]
-    returns = lambda_returns(rewards, value, fallen[:, 1:], gamma, gae_lambda)
+    returns = lambda_returns(rewards, value, fallen[:, 1:], gae_lambda)
     advantage = returns - value
     if args.norm_adv:
         advantage = (advantage - advantage[upright].mean()) / (advantage[upright].std() + 1e-8)

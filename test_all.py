@@ -665,7 +665,7 @@ def descend(loss, *modules, limit=math.inf):
 def naive_update_policy(args, level, policy, critic, omega, obs, skill, actions, rewards, ends, rng):
     """A2C or PPO by loops on the first ends[n] steps of trajectory n; returns how many ratios it clipped."""
     ppo, low, steps, clipped = args.policy_update == "ppo", level == "low", obs.shape[1], 0
-    gamma, decay = (args.gamma, args.gamma * args.gae_lambda) if low else (1.0, 1.0)
+    decay = args.gae_lambda if low else 1.0
 
     def outputs(n, t):
         log_pi = policy(obs[n, t], omega[skill[n]]).reshape(actions.shape[2], -1).log_softmax(-1)
@@ -677,7 +677,7 @@ def naive_update_policy(args, level, policy, critic, omega, obs, skill, actions,
     before = {place: [output.detach() for output in outputs(*place)] for place in places}
     advantage = {}
     for n, t in places:
-        errors = [rewards[n][k] - before[n, k][2] + (gamma * before[n, k + 1][2] if k + 1 < ends[n] else 0.0)
+        errors = [rewards[n][k] - before[n, k][2] + (before[n, k + 1][2] if k + 1 < ends[n] else 0.0)
                   for k in range(t, ends[n])]
         advantage[n, t] = sum(decay**k * error for k, error in enumerate(errors))
     returns = {place: advantage[place] + before[place][2] for place in places}
@@ -889,7 +889,7 @@ def test_interrupted_runs_continue_bit_for_bit(tmp_path, no_pictures, kind, valu
     ("tatc.py --env umaze", "default", dict(updates=7000, low_entropy_coef=0.1, policy_update="a2c")),
     ("tatc.py --env tmaze", "default", dict(episode_length=40, skill_length=20, low_entropy_coef=1.0)),
     ("tatc.py --env antmaze1", "default", dict(policy_update="ppo", pair_gap=10, fall_cost=20.0, anneal=0.5)),
-    ("tatc.py --env antmaze2 --policy-update a2c", "policy_update=a2c", dict(gamma=1.0, fall_cost=0.0)),
+    ("tatc.py --env antmaze2 --policy-update a2c", "policy_update=a2c", dict(gae_lambda=1.0, fall_cost=0.0)),
     ("laprep.py --env antmaze1 --seed 9 --run-dir x", "default", dict(data="offline", episode_length=500)),
     ("laprep.py --prior uniform --objective allo", "prior=uniform,objective=allo",
      dict(beta=1.0, episode_length=50, reset_prob=0.3)),
