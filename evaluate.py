@@ -1158,8 +1158,8 @@ TRAININGS = (
     Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
 )
 LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
-OTHER_LAPREPS = ("Lap-rep (s0), d = 5", "Lap-rep (s0), d = 10",
-                 *(f"Lap-rep (s0), d = {dim}, beta = {beta}" for dim in (2, 3) for beta in ("1", "2.5")))
+OTHER_LAPREPS = tuple(entry.label for entry in TRAININGS  # higher d, other betas
+                      if entry.experiment == "laprep" and entry.seeds == SEEDS[:3])
 EVALUATIONS = (
     *(Entry(name, label, f"evaluate.py {name}", GRIDS, SEEDS, 0.5)
       for name in ("prediction", "control") for label in ("TATC", *LAPREPS)),

@@ -68,10 +68,9 @@ DEFAULTS = {
 # Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch and lambda = 1: one code for
 # both (D5). No return is discounted.
 POLICY_UPDATES = {
-    "a2c": dict(update_epochs=1, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1,
-                anneal=0.0, step_floor=0.0, fall_cost=0.0),
-    "ppo": dict(update_epochs=4, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003,
-                anneal=0.5),
+    "a2c": dict(update_epochs=1, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1, anneal=0.0,
+                step_floor=0.0, fall_cost=0.0),
+    "ppo": dict(update_epochs=4, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003, anneal=0.5),
 }
 FALL_AFTER = 1000  # updates before a fall costs anything: skills have to be fast first (D10)
 CLIP_COEF = 0.2
