@@ -226,7 +226,7 @@ class MLP(nn.Module):
         if self.obs_scale is None:
             x = F.embedding(obs, self.weight_obs) + self.bias
         else:
-            x = (obs * self.obs_scale) @ self.weight_obs + self.bias
+            x = F.linear(obs * self.obs_scale, self.weight_obs.T, self.bias)
         if extra is not None:
             x = x + extra @ self.weight_extra
         for layer in self.layers:

@@ -186,7 +186,7 @@ class Phi(nn.Module):
         if self.obs_scale is None:
             first = F.embedding(obs, self.weight_obs) + self.bias
         else:
-            first = (obs * self.obs_scale) @ self.weight_obs + self.bias
+            first = F.linear(obs * self.obs_scale, self.weight_obs.T, self.bias)
         return self.out(F.relu(self.third(F.relu(self.second(F.relu(first))))))
 
 
