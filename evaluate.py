@@ -459,7 +459,7 @@ def collect_scores(args):
         key, last = ("training", facts["method"], facts["env_name"], facts["run_seed"], 0), logged[-1]
         rows = []
         for row in logged:
-            if row["update"] % 500 == 0 or row is last:
+            if row["update"] % (100 if ant else 500) == 0 or row is last:
                 rows += [(*key, row["env_steps"], name.split("/")[1], value) for name, value in row.items()
                          if name.startswith("eval/") or name in ("rollout/reached", "rollout/skill_reward")]
         scores = {name: last[name] for name in ("update", "seconds")}
