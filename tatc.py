@@ -58,7 +58,8 @@ DEFAULTS = {
     "tmaze": dict(reset_prob=0.2, random_walk_prob=0.4, episode_length=40, skill_length=20),
     "4rooms": dict(reset_prob=0.25, random_walk_prob=0.5, episode_length=60, skill_length=20),
     "indices": dict(reset_prob=0.25, random_walk_prob=0.5, skill_length=20, boredom_coef=2.0, pair_gap=1,
-                    phi_memory=1, step_floor=0.0, fall_cost=0.0, high_entropy_coef=0.3, low_entropy_coef=1.0,
+                    phi_memory=1, step_floor=0.0, fall_cost=0.0, high_entropy_coef=0.3,
+                    low_entropy_coef=1.0,  # D4
                     policy_update="a2c", updates=7000),
     "vectors": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100,
                     boredom_coef=5.0, pair_gap=1, phi_memory=20, step_floor=0.0, fall_cost=0.0,
@@ -389,7 +390,7 @@ def rollout(args, env, networks, omega, random_walk, rng):
     fallen [J, N, c + 1].
     """
     act, parts = make_actor(networks["pi_low"], omega, env.action_shape, rng), []
-    for _ in range(args.skills_per_update):
+    for _ in range(args.skills_per_update):  # D2
         skill = np.where(random_walk, args.num_directions, choose_skills(networks["pi_hi"], env.obs, rng))
         obs, actions, fallen = [env.obs], [], [env.fallen()]
         for _ in range(args.skill_length):

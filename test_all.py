@@ -1761,17 +1761,19 @@ def test_readme_commands_parse_and_links_and_functions_exist():
     for name in ("README.md", "results/README.md"):
         folder = (ROOT / name).parent
         text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
-        anchors = {re.sub(r"[^\w\- ]", "", line.lstrip("# ")).strip().lower().replace(" ", "-")
-                   for line in text.splitlines() if line.startswith("#")}
-        for target in re.findall(r"\]\(([^)]+)\)", text):
+        for label, target in re.findall(r"\[([^]]*)\]\(([^)]+)\)", text):
             path, _, anchor = target.partition("#")
             if path.startswith("http"):
                 continue
-            assert not path or (folder / path).exists(), f"{name}: {target}"
-            if anchor and not path:
-                assert anchor in anchors, f"{name}: {target}"
-            elif re.fullmatch(r"L\d+", anchor):
-                assert int(anchor[1:]) <= len((folder / path).read_text().splitlines())
+            path = folder / path if path else ROOT / name
+            assert path.exists(), f"{name}: {target}"
+            if path.suffix == ".py":  # a departure links to its line
+                line = path.read_text().splitlines()[int(anchor[1:]) - 1]
+                assert re.search(rf"\b{label}\b", line), f"{name}: {target}"
+            elif anchor:
+                headings = re.findall("^#+ (.*)", path.read_text(), re.MULTILINE)
+                assert anchor in {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-")
+                                  for heading in headings}, f"{name}: {target}"
         for script, function in re.findall(r"`(\w+)\.py`: `(\w+)`", text):
             assert hasattr(SCRIPTS[script], function), f"{name}: {script}.{function}"
 
