@@ -23,7 +23,7 @@ B6  SAC has two critics and no value network (Haarnoja et al. 2018b); DIAYN's au
 B7  N agents step together, then --updates-per-step gradient steps follow (the authors: one per environment
     step). Episodes of different agents end at different times, all at s0 again: no ant stays on its back.
 B8  On the ants f sees x, y at four times and the rest at a fiftieth of the policies' scale, as TATC's phi
-    does (antmaze.py).
+    does (antmaze.py), and learns from every 10th state of walks of 500 steps, as Lap-rep does (laprep.py).
 B9  Random walks use the ants' 5 torque values, as TATC's and Lap-rep's do; the options' and skills' own
     torques are continuous.
 B10 DDPG's critic has no weight decay and sees the action in its first layer; no batch normalisation, and
@@ -53,9 +53,9 @@ from gridworld import UsageError
 DEFAULTS = {
     "dco": {
         "indices": dict(f_updates=3000, f_batch_size=1024, policy_updates=5000, batch_size=512, tau=0.01,
-                        hidden=(64, 64), skill_length=100),
+                        hidden=(64, 64), skill_length=100, episode_length=50, pair_gap=1),
         "vectors": dict(f_updates=30_000, f_batch_size=128, policy_updates=50_000, batch_size=64, tau=0.001,
-                        hidden=(400, 300), skill_length=200),
+                        hidden=(400, 300), skill_length=200, episode_length=500, pair_gap=10),
     },
     "diayn": {
         "indices": dict(updates=20_000, updates_per_step=1, hidden=(128, 128), skill_length=30,
@@ -86,8 +86,10 @@ class DCO:
     """number of options"""
     samples: int = 500_000
     """random-walk transitions from uniform starts of each option"""
-    episode_length: int = 50
+    episode_length: Annotated[Optional[int], dco_default("episode_length")] = None
     """steps per random walk"""
+    pair_gap: Annotated[Optional[int], dco_default("pair_gap")] = None
+    """environment steps between two states that f learns from"""
     f_updates: Annotated[Optional[int], dco_default("f_updates")] = None
     """updates of each f (Wu: 30000)"""
     f_batch_size: Annotated[Optional[int], dco_default("f_batch_size")] = None
@@ -95,7 +97,7 @@ class DCO:
     f_beta: float = 0.25
     """weight of the orthonormality penalty (Wu: 5 / d at d = 20)"""
     f_discount: float = 0.9
-    """v follows u by 1 + geometric(discount) steps"""
+    """v follows u by 1 + geometric(discount) steps of --pair-gap"""
     percentile: float = 30.0
     """an option ends where f is at most this percentile of f over its data, and starts elsewhere"""
     policy_updates: Annotated[Optional[int], dco_default("policy_updates")] = None
@@ -174,11 +176,11 @@ class DIAYN:
 Args = Union[Annotated[DCO, tyro.conf.subcommand("dco")], Annotated[DIAYN, tyro.conf.subcommand("diayn")]]
 RANGES = dict(
     seed=(0, 2**27), num_skills=(1, 64), samples=(100, 2 * 10**7), episode_length=(1, 10**5),
-    f_updates=(1, 10**8), f_batch_size=(4, 10**6), f_beta=(0, 1e6), f_discount=(0, 0.9999),
-    percentile=(0.001, 99.999), policy_updates=(1, 10**8), batch_size=(1, 10**6), gamma=(0, 0.9999),
-    tau=(0, 1), hidden=(1, 4096), skill_length=(1, 10**5), num_envs=(1, 4096), log_every=(1, 10**8),
-    checkpoint_every=(1, 10**8), updates=(1, 10**8), updates_per_step=(1, 1000), alpha=(0, 1e6),
-    learning_rate=(0, 1), buffer_size=(1, 10**7), learning_starts=(0, 10**9),
+    pair_gap=(1, 1000), f_updates=(1, 10**8), f_batch_size=(4, 10**6), f_beta=(0, 1e6),
+    f_discount=(0, 0.9999), percentile=(0.001, 99.999), policy_updates=(1, 10**8), batch_size=(1, 10**6),
+    gamma=(0, 0.9999), tau=(0, 1), hidden=(1, 4096), skill_length=(1, 10**5), num_envs=(1, 4096),
+    log_every=(1, 10**8), checkpoint_every=(1, 10**8), updates=(1, 10**8), updates_per_step=(1, 1000),
+    alpha=(0, 1e6), learning_rate=(0, 1), buffer_size=(1, 10**7), learning_starts=(0, 10**9),
 )
 
 
@@ -190,6 +192,9 @@ def resolve(args, env):
             setattr(args, name, value)
     if not args.hidden:
         raise UsageError("--hidden is empty; give the units of at least one layer")
+    if isinstance(args, DCO) and args.episode_length % args.pair_gap:
+        raise UsageError(f"--pair-gap is {args.pair_gap}; "
+                         f"use a divisor of --episode-length {args.episode_length}")
 
 
 def discrete(env):
@@ -434,7 +439,8 @@ def encode(f, states):
 
 def update_f(args, f, optimizer, walks, rng):
     """One step of f on --f-batch-size pairs of its random walks [E, K + 1, ...]."""
-    pairs = torch.as_tensor(np.stack(sample_pairs(walks, args.f_batch_size, args.f_discount, rng)))
+    pairs = torch.as_tensor(np.stack(sample_pairs(
+        walks[:, :: args.pair_gap], args.f_batch_size, args.f_discount, rng)))
     loss, info = fiedler_loss(*encode(f, pairs), args.f_beta)
     optimizer.zero_grad()
     loss.backward()

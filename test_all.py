@@ -1336,6 +1336,14 @@ def test_walks_and_option_dataset_against_the_maze(tmp_path):
     assert np.allclose(reward, step / step.std(), atol=1e-5)
 
 
+def test_f_learns_from_every_nth_state(tmp_path):
+    args = small(DCO, tmp_path, pair_gap=5)
+    f = baselines.make_option(args, baselines.prepare(args)[0])["f"]
+    before, walks = f.weight_obs.detach().clone(), np.tile(np.arange(21), (8, 1))
+    baselines.update_f(args, f, torch.optim.SGD(f.parameters(), lr=1), walks, np.random.default_rng(0))
+    assert (f.weight_obs != before).any(1).nonzero().flatten().tolist() == [0, 5, 10, 15, 20]
+
+
 def test_one_option_update_against_written_out_gradients(tmp_path):
     args = small(DCO, tmp_path, **ANT_DCO | dict(tau=0.25))
     env, option = make_option(args)
@@ -1658,6 +1666,7 @@ REFUSALS = [
     ("laprep.py --env {small} --dim 9", "--dim is 9; .* has 8 states to judge it by"),
     ("laprep.py --pair-gap 7", "--pair-gap is 7; use a divisor of --episode-length 90"),
     ("laprep.py --prior uniform --pair-gap 100", "use a divisor of --episode-length 50"),
+    ("baselines_dco_diayn.py dco --pair-gap 7", "use a divisor of --episode-length 500"),
     ("laprep.py --reachability", "--reachability needs eigenvalues; add --objective allo"),
     ("laprep.py --reachability --objective allo --dim 1", "and --dim 2 or more"),
     ("laprep.py --env {leaves}:make", "failed with SystemExit: 0; mend the file"),
