@@ -1296,7 +1296,8 @@ TABLES = {
     **{f"prediction-{start}": ("gridworld_prediction", ERRORS) for start in STARTS},
     **{f"control-{start}": ("gridworld_control", REWARDS) for start in STARTS},
     "shaping": ("antmaze_shaping", {"success": "success", "success_at_end": "at the end",
-                                    "distance": "distance to the goal", "fallen": "fallen"}),
+                                    "first_success": "first success", "distance": "distance to the goal",
+                                    "fallen": "fallen"}),
     "skills": ("antmaze_skills", {"success": "success", "return": "return"}),
     "skills-cells": ("antmaze_skills", {"cells": "cells of 48 skills from s0",
                                         "cells_passed_on": "cells, state passed on"}),
@@ -1304,7 +1305,10 @@ TABLES = {
 
 
 def read_curves(results_dir):
-    """{(experiment, method, env, metric): {run_seed: [(step, value)]}}, the evaluation's seeds averaged."""
+    """{(experiment, method, env, metric): {run_seed: [(step, value)]}}, the evaluation's seeds averaged.
+
+    first_success: the first step whose success is above 0, infinity if there is none.
+    """
     found, curves = {}, {}
     for file in dict.fromkeys(file for file, _ in TABLES.values()):
         for row in read_results(results_dir / f"{file}.csv"):
@@ -1312,6 +1316,11 @@ def read_curves(results_dir):
             found.setdefault((*key, int(row["run_seed"]), int(row["step"])), []).append(float(row["value"]))
     for (*key, seed, step), values in sorted(found.items()):
         curves.setdefault(tuple(key), {}).setdefault(seed, []).append((step, np.mean(values)))
+    for (*key, metric), seeds in list(curves.items()):
+        if metric == "success":
+            curves[*key, "first_success"] = {
+                seed: [min([(step, step) for step, value in curve if value > 0], default=(0, math.inf))]
+                for seed, curve in seeds.items()}
     return curves
 
 
@@ -1339,17 +1348,25 @@ def interval(values, form):
 
 
 def score_table(name, curves):
-    """A line per entry and environment, a column per metric; every seed where there are fewer than six."""
-    metrics = TABLES[name][1]
-    lines = ["| | seeds | " + " | ".join(metrics.values()) + " |", "|---" * (len(metrics) + 2) + "|"]
+    """A line per entry and environment, a column per metric; every seed where there are fewer than six.
+
+    The third column is the budget: the last step of all seeds, or the range of their last steps.
+    """
+    file, metrics = TABLES[name]
+    unit = {"gridworld_prediction": "updates", "gridworld_control": "updates", "antmaze_skills": "episodes"}
+    lines = [f"| | seeds | {unit.get(file, 'steps')} | " + " | ".join(metrics.values()) + " |",
+             "|---" * (len(metrics) + 3) + "|"]
     for columns in zip(*(table_lines(name, curves, metric) for metric in metrics)):
         entry, env, _ = columns[0]
         scores = [[final_value(name, curve) for curve in seeds.values()] for *_, seeds in columns]
-        cells = [" ".join(f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" for value in values)
+        cells = [" ".join("never" if value == math.inf else f"{value:.3f}" if abs(value) < 100
+                          else f"{value:,.0f}" for value in values)
                  if len(values) < 6 else interval(values, ".3f") for values in scores]
         if any(scores):
             title, count = f"{gridworld.TITLES[env]}: {entry.label}", max(map(len, scores))
-            lines.append(f"| {title} | {count} | " + " | ".join(cells) + " |")
+            last = sorted({curve[-1][0] for curve in columns[0][2].values()})
+            budget = " to ".join(f"{step:,}" for step in dict.fromkeys((last[0], last[-1])))
+            lines.append(f"| {title} | {count} | {budget} | " + " | ".join(cells) + " |")
     return "\n".join(lines) if len(lines) > 2 else None
 
 
