@@ -1,7 +1,7 @@
 """TATC: Temporal Abstractions-Augmented Temporally Contrastive Learning (Erraqabi et al., UAI 2022).
 
     python tatc.py --env umaze       # 4 minutes on one core
-    python tatc.py --env antmaze1    # 20 to 25 minutes on one core
+    python tatc.py --env antmaze1    # 20 to 40 minutes on one core
 
 Learns a 2-D representation phi of an environment together with eight directional skills, from one start
 state. Writes args.json, metrics.csv, checkpoint.pt, phi.npz and the pictures representation.png,

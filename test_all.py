@@ -1727,7 +1727,7 @@ def test_malformed_input_gets_one_line_and_changes_nothing(tmp_path, monkeypatch
         "small.txt": SMALL_MAZE, "file": "", "goalless.txt": "S..\n", "syntax.py": "def make(",
         "leaves.py": "import sys\nsys.exit(0)\n", "nothing.py": "def make(num_envs, seed):\n    pass\n",
         "poor.py": "def make(num_envs, seed):\n    return type('Env', (), {'num_envs': 1})()\n"}.items()}
-    checkpoint = ROOT / "results/checkpoints/laprep-antmaze1-pair_gap=1-seed0.pt"
+    checkpoint = ROOT / "results/checkpoints/laprep-antmaze1-prior=uniform-seed10.pt"
     before, table = files(tmp_path), [*REFUSALS, *out_of_range()]
     assert len(table) >= 230
     for command, message in table:
