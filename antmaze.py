@@ -2,13 +2,12 @@
 (UAI 2022, Section 4.2, Appendix C.2).
 
     python antmaze.py --maze my.txt    # checks and draws a maze
-    python antmaze.py --benchmark      # speed against bare MuJoCo and other ants (30 seconds)
 
 The ant has Gymnasium's dimensions, masses and joint ranges, and its motors in the order of its joints (hip
 and ankle of each leg). The paper gives neither torque nor time step. We take torque 30 and dt 0.1, as HIRO
 and D4RL do, in 5 steps of 0.02 with MuJoCo's implicitfast integrator and a contact time (solref) of 0.06:
-6 % of randomly acting ants lie on their back after 500 steps, with 20 RK4 steps of 0.005 3 %, with torques of
-75 or 150, as other ants have, all of them (results/README.md, "Physics").
+after 500 random steps 6 % of the ants lie on their back. With 20 RK4 steps of 0.005 it is 3 %, with other
+ants' torques of 75 or 150 all of them (results/README.md, "Physics").
 """
 import ctypes.util
 import importlib
@@ -31,13 +30,13 @@ from matplotlib.figure import Figure
 import gridworld
 from gridworld import UsageError
 
-# MuJoCo chooses its OpenGL on import. Without a display only EGL can draw; naming a missing one breaks it.
+# MuJoCo picks its OpenGL on import: without a display EGL, if it is there (naming a missing one breaks it).
 if not os.environ.get("DISPLAY") and ctypes.util.find_library("EGL"):
     os.environ.setdefault("MUJOCO_GL", "egl")
 import mujoco  # noqa: E402
 import mujoco.batch  # noqa: E402
 
-MAZES = {
+MAZES = {  # a U and a spiral as in the paper's figures, whose text gives no sizes
     "antmaze1": """
 #######
 #G....#
@@ -91,14 +90,13 @@ def wall_boxes(free):
     return boxes
 
 
-def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30.0, contact_time=0.06,
-                plain=False):
+def build_model(free, start, plain=False):
     """The ant in a maze -> MjModel; free [H, W] bool, start (row, column) is the block around xy = (0, 0).
 
     The fast model and the plain one (each wall block a low box, contacts found by MuJoCo; what is rendered)
     hold the same ant and the same walls:
     - Four planes bound the free blocks, boxes 4 high fill what is wall inside: no ant can jump out.
-    - The hip stubs belong to the torso's body, as fusing static bodies would have it.
+    - The hip stubs are geoms of the torso's body, as MuJoCo's fusestatic would make them.
     - Contacts are explicit pairs with the margin and friction that MuJoCo would derive from the geoms. The
       hip stubs have none: torso and thighs enclose them but for a notch of 0.01, and their pairs would cost
       10% more time.
@@ -140,7 +138,7 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
         motors += f'<motor joint="hip{i}"/><motor joint="ankle{i}"/>'
     pairs = "" if plain else "".join(
         f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02" '
-        f'solref="{contact_time} 1"/>'
+        'solref=".06 1"/>'
         for solid in planes + [f"box{i}" for i in range(len(boxes))]
         for part in ["torso"] + [f"{name}{i}" for name in ("thigh", "shin") for i in range(4)])
     look = """
@@ -153,14 +151,14 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
     return mujoco.MjModel.from_xml_string(f"""
     <mujoco model="antmaze">
       <compiler angle="degree"/>
-      <option timestep="{timestep}" integrator="{integrator}">
+      <option timestep=".02" integrator="implicitfast">
         <flag island="{'enable' if plain else 'disable'}" warmstart="{'enable' if plain else 'disable'}"/>
       </option>{look}
       <default>
         <joint type="hinge" armature="1" damping="1" limited="true" solreflimit=".04 1"/>
         <geom contype="0" conaffinity="{int(plain)}" condim="3" density="5" friction="1 .5 .5" margin=".01"
-          solref="{contact_time} 1"/>
-        <motor ctrlrange="-1 1" ctrllimited="true" gear="{torque}"/>
+          solref=".06 1"/>
+        <motor ctrlrange="-1 1" ctrllimited="true" gear="30"/>
         <default class="ant"><geom contype="{int(plain)}" conaffinity="0" rgba=".75 .35 .2 1"/></default>
       </default>
       <worldbody>
@@ -178,7 +176,7 @@ def build_model(free, start, timestep=0.02, integrator="implicitfast", torque=30
 
 
 def on_back(states):
-    """states [..., 29] -> [...] bool: the torso's up, 1 - 2 (x^2 + y^2) of its quaternion, points down."""
+    """states [..., 29] -> [...] bool: the torso's up axis points down, 1 - 2 (x^2 + y^2) < 0."""
     return states[..., 4] ** 2 + states[..., 5] ** 2 > 0.5
 
 
@@ -429,7 +427,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             reached = np.zeros(self.num_envs, bool)
         else:
             reached = (np.linalg.norm(self._physics[:, :2] - self.goal_xy, axis=1) <= GOAL_RADIUS) & ~fresh
-        truncated = ((self._steps >= self.max_episode_steps) | self.last_diverged) & ~fresh
+        truncated = ((self._steps >= self.max_episode_steps) | self.last_diverged) & ~reached & ~fresh
         self._done = reached | truncated
         every = np.ones(self.num_envs, bool)
         info = {"is_success": reached.copy(), "_is_success": every,
@@ -487,17 +485,8 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         order = np.argsort(self.distance[self.start_index], kind="stable")
         starts = self.truth_obs[order[np.linspace(0, len(order) - 1, 12).astype(int)]]
         traces = self.skill_traces(policy, len(omega), starts, steps)
-        columns = -(-len(omega) // 2)
-        figure = Figure(figsize=(3 * columns, 6.4), layout="constrained")
-        for ax, paths, delta in zip(figure.subplots(2, columns, squeeze=False).ravel(), traces, omega):
-            self.draw(ax)
-            for xy in paths:
-                ax.plot(*xy.T, color="tab:red", lw=1)
-                ax.plot(*xy[-1], "o", color="tab:orange", ms=3)
-            ax.set_title(f"delta = ({delta[0]:.2f}, {delta[1]:.2f})", fontsize=9)
-        figure.suptitle(f"{steps} steps of each skill from 12 places in the reset pose; "
-                        "orange: where they end", fontsize=9)
-        figure.savefig(path, dpi=110)
+        gridworld.draw_traces(path, self, [None] * len(omega), traces,
+                              [f"delta = ({delta[0]:.2f}, {delta[1]:.2f})" for delta in omega])
 
     def skill_traces(self, policy, count, starts, steps):
         """xy [count, starts, steps + 1, 2] of every skill, sampled, from the states `starts` [m, 29]."""
@@ -682,8 +671,6 @@ class Args:
     """seed of the ants and of their random actions"""
     picture: str = "antmaze.png"
     """where the picture from above is written"""
-    benchmark: bool = False
-    """time the simulator against others (half a minute)"""
 
 
 def main(args):
@@ -701,8 +688,6 @@ def main(args):
     ax.set_title(f"{env.name}: 500 random steps of 8 ants", fontsize=9)
     figure.savefig(args.picture, dpi=110)
     print(f"picture: {args.picture}")
-    for name, cost in benchmark(args.maze, args.seed).items() if args.benchmark else ():
-        print(f"{name:45}{cost:8.1f} microseconds of CPU per step of an ant")
 
 
 if __name__ == "__main__":

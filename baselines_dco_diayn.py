@@ -41,7 +41,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from matplotlib.figure import Figure
 from torch import nn
 from tqdm import tqdm
 
@@ -342,24 +341,10 @@ def skill_traces(skills, which, starts):
             np.stack([begun_ended, ended], axis=-1).reshape(*shape, 2))
 
 
-def draw_panels(path, env, values, traces, titles):
-    """One maze per skill: values [skills, S] of free states as colours, and traces [skills, starts, T, 2]."""
-    columns = -(-len(values) // 2)
-    figure = Figure(figsize=(3 * columns, 6.4), layout="constrained")
-    for ax, value, paths, title in zip(
-            figure.subplots(2, columns, squeeze=False).ravel(), values, traces, titles):
-        env.draw(ax, value)
-        for xy in paths:
-            ax.plot(*xy.T, color="tab:orange", lw=1)
-            ax.plot(*xy[-1], "o", color="tab:orange", ms=3)
-        ax.set_title(title, fontsize=9)
-    figure.savefig(path, dpi=110)
-
-
 # ===================================================================================== DCO: data, f, and DDPG
 def sample_pairs(data, count, discount, rng):
-    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by 1 + geometric steps, cut
-    at the episode's end."""
+    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by g steps, P(g) ~
+    discount^(g - 1) up to the episode's end."""
     episode, first = rng.integers(len(data), size=count), rng.integers(data.shape[1] - 1, size=count)
     left = data.shape[1] - 1 - first  # the gap is at most this
     gap = np.ones(count, dtype=np.int64)
@@ -401,9 +386,8 @@ def fiedler_loss(f_u, f_v, beta):
         "attract": attract.detach(), "mean": mean.detach(), "variance": variance.detach()}
 
 
-def fiedler_cosine(f, env):
-    """|cosine| of f [S], centred, with the maze's exact second eigenvector (its eigenspace, if repeated)."""
-    values, vectors = env.laplacian_eigenvectors(min(4, len(f)))
+def fiedler_cosine(f, values, vectors):
+    """|cosine| of f [S], centred, with the exact second eigenvector (its eigenspace, if repeated)."""
     vectors, f = vectors - vectors.mean(0), f - f.mean()  # the ants' truth states are a sample of the nodes
     space = np.linalg.qr(vectors[:, np.abs(values - values[1]) < 1e-6 * values[1]])[0]
     return np.linalg.norm(space.T @ f) / max(np.linalg.norm(f), 1e-12)
@@ -493,6 +477,7 @@ def update_option(args, networks, targets, optimizers, dataset, rng):
 
 def train_dco(args, env, variant):
     per_option = args.f_updates + args.policy_updates
+    exact = env.laplacian_eigenvectors(min(4, len(env.truth_obs)))
     with gridworld.run_directory(args, env, variant, "dco") as (run_dir, checkpoint), \
             gridworld.stop_requests() as stop:
         options = nn.ModuleList(make_option(args, env) for _ in range(args.num_skills))
@@ -514,14 +499,20 @@ def train_dco(args, env, variant):
             seed = args.seed * args.num_skills + option
             rng = np.random.default_rng(seed)
             torch.manual_seed(seed)
-            options[option].load_state_dict(make_option(args, env).state_dict())
+            if run["update"] == option * per_option:
+                options[option] = make_option(args, env)
             networks, targets, optimizers = make_learner(args, env, options[option])
             bar.set_description(f"option {option}: data")
             walks, actions = collect_walks(args, make_env(args.env, args.num_envs, seed), rng)
             dataset = None
 
+            def save():
+                gridworld.save_checkpoint(run_dir, "dco", variant, env, args, run | {
+                    "networks": options.state_dict(), "learner": networks.state_dict(),
+                    "targets": targets.state_dict(), "rng": rng.bit_generator.state,
+                    "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()}})
+
             def restore_learner():
-                options.load_state_dict(checkpoint["networks"])
                 networks.load_state_dict(checkpoint["learner"])
                 targets.load_state_dict(checkpoint["targets"])
                 for name, optimizer in optimizers.items():
@@ -547,7 +538,7 @@ def train_dco(args, env, variant):
                            "seconds": run["seconds"], "rollout/option": option}
                     with torch.no_grad():
                         f = options[option]["f"](torch.as_tensor(env.truth_obs)).squeeze(-1).numpy()
-                    row |= {"eval/f_extent": np.ptp(f), "eval/fiedler_cosine": fiedler_cosine(f, env)}
+                    row |= {"eval/f_extent": np.ptp(f), "eval/fiedler_cosine": fiedler_cosine(f, *exact)}
                     if stage == per_option:
                         _, ended = skill_traces(
                             Skills(args, env, options, run["threshold"]), [option], env.truth_obs)
@@ -558,15 +549,7 @@ def train_dco(args, env, variant):
                 bar.set_description(f"option {option}: {'f' if stage <= args.f_updates else 'policy'}",
                                     refresh=False)
                 bar.update()
-                halt = bool(stop)  # read once: what was saved is what is left
-                if number % args.checkpoint_every == 0 or stage == per_option or halt:
-                    gridworld.save_checkpoint(run_dir, "dco", variant, env, args, run | {
-                        "networks": options.state_dict(), "learner": networks.state_dict(),
-                        "targets": targets.state_dict(), "optimizers": {
-                            name: optimizer.state_dict() for name, optimizer in optimizers.items()},
-                        "rng": rng.bit_generator.state})
-                if halt:
-                    raise KeyboardInterrupt
+                gridworld.save_or_stop(number % args.checkpoint_every == 0 or stage == per_option, stop, save)
         bar.close()
         finish_dco(args, env, Skills(args, env, options, run["threshold"]), run["rows"], run_dir)
 
@@ -584,7 +567,7 @@ def finish_dco(args, env, skills, rows, run_dir):
         np.argsort(distance, kind="stable")[np.linspace(0, len(distance) - 1, 12).astype(int)]]
     traces, _ = skill_traces(skills, list(range(args.num_skills)), starts)
     titles = [f"option {z}: ends where f <= {threshold:.2f}" for z, threshold in enumerate(skills.threshold)]
-    draw_panels(run_dir / "skills.png", env, f, traces, titles)
+    gridworld.draw_traces(run_dir / "skills.png", env, f, traces, titles)
     gridworld.draw_curves(run_dir / "curves.png", {args.env: [rows]})
     for key in ("eval/fiedler_cosine", "eval/reaches"):
         values = [row[key] for row in rows if "eval/reaches" in row]
@@ -779,7 +762,7 @@ def train_diayn(args, env, variant):
                 gridworld.log_row(args, run, row | gridworld.coverage(run, env), run_dir, bar,
                                   ("accuracy", "coverage", "far"))
                 run["visits"][:] = 0
-            gridworld.save_or_stop(args, number, stop, save)
+            gridworld.save_or_stop(number % args.checkpoint_every == 0 or number == args.updates, stop, save)
         finish_diayn(args, env, skills, run["rows"], run_dir)
 
 
@@ -790,8 +773,8 @@ def finish_diayn(args, env, skills, rows, run_dir):
             torch.as_tensor(env.truth_obs)).softmax(-1).T.numpy()
     starts = np.stack([env.truth_obs[env.start_index]] * 4)
     traces, _ = skill_traces(skills, list(range(args.num_skills)), starts)
-    draw_panels(run_dir / "skills.png", env, q, traces,
-                [f"skill {z}, q(z|s)" for z in range(args.num_skills)])
+    gridworld.draw_traces(run_dir / "skills.png", env, q, traces,
+                          [f"skill {z}, q(z|s)" for z in range(args.num_skills)])
     gridworld.draw_curves(run_dir / "curves.png", {args.env: [rows]})
     print(", ".join(f"{key.split('/')[1]} {value:.3f}" for key, value in rows[-1].items()
                     if key.startswith("eval/")))

@@ -238,8 +238,8 @@ def goal_episodes(env, policy, state, horizon, gamma, rng):
     """Episodes of the goal task under policy [S, 4] from state [episodes]: reward 1 at the goal, the end.
 
     Returns visits [S, 4], the summed Monte-Carlo returns [S, 4] of these visits, the sum of squared returns,
-    the episodes' rewards and discounted returns, and where they ended. The sums are all that the loss needs:
-    no network sees a state twice.
+    the episodes' rewards, and where they ended. The sums are all that the loss needs: no network sees a state
+    twice.
     """
     cumulative = np.cumsum(policy, axis=1)[:, :3]
     next_state = env.next_state.copy()
@@ -258,7 +258,7 @@ def goal_episodes(env, policy, state, horizon, gamma, rng):
     pairs, returns = pairs[alive], returns[alive]
     visits = np.bincount(pairs, minlength=4 * env.num_states).reshape(-1, 4)
     summed = np.bincount(pairs, weights=returns, minlength=4 * env.num_states).reshape(-1, 4)
-    return visits, summed, np.square(returns).sum(), reward, reward * gamma ** (length - 1.0), state
+    return visits, summed, np.square(returns).sum(), reward, state
 
 
 def goal_task_loss(logits, value, visits, returns, squares, entropy_coef):
@@ -330,25 +330,23 @@ def train_agent(args, env, features, start):
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
     reset_prob = tatc.DEFAULTS.get(env.name, tatc.DEFAULTS["indices"])["reset_prob"]
     others = np.arange(env.num_states) != env.goal_index
-    rewards, discounted, last = [], [], np.full(80, env.start_index)
+    rewards, last = [], np.full(80, env.start_index)
     for number in tqdm(range(1, args.updates + 1), desc=f"from {start}", unit="update", dynamic_ncols=True,
                        leave=False):
         logits, value = agent().tensor_split((4,), dim=1)
         value = value[:, 0]
         policy = F.softmax(logits.detach().double(), dim=-1).numpy()
         state = start_states(env, start, last, reset_prob, rng)
-        visits, returns, squares, reward, discounted_return, last = goal_episodes(
+        visits, returns, squares, reward, last = goal_episodes(
             env, policy, state, args.horizon, args.gamma, rng)
         rewards.append(reward.mean())
-        discounted.append(discounted_return.mean())
         if number % args.log_every == 0 or number == args.updates:
             yield number, "reward", np.mean(rewards)
-            yield number, "discounted_return", np.mean(discounted)
             for metric, truth in (("error_optimal", env.optimal_values(args.gamma)),
                                   ("error_policy", env.policy_values(policy, args.gamma))):
                 error = (value.detach().double().numpy() - truth)[others]
                 yield number, metric, np.sqrt(np.square(error).mean())
-            rewards, discounted = [], []
+            rewards = []
         loss = goal_task_loss(logits, value, torch.as_tensor(visits, dtype=torch.float32),
                               torch.as_tensor(returns, dtype=torch.float32), float(squares),
                               args.entropy_coef)
@@ -388,7 +386,7 @@ def evaluate_agent(args):
     for start in args.starts:
         logged = list(train_agent(args, env, features, start))
         rows += [(f"{command}-{start}", *key, *entry) for entry in logged]
-        print(f"from {start}: " + ", ".join(f"{metric} {value:.3f}" for _, metric, value in logged[-4:]))
+        print(f"from {start}: " + ", ".join(f"{metric} {value:.3f}" for _, metric, value in logged[-3:]))
     add_results(path, rows)
 
 
@@ -422,8 +420,7 @@ def policy_scores(path):
     travel: share of the maze's positional states from which some skill ends 3 units away or more after c
     steps; used: number of skills that do so somewhere; distance: mean over these states of how far the best
     skill gets; reaches_end, reaches_end_1500: share of 64 tries of pi_hi from s0 that come within 4 units of
-    the far end in 1000 and 1500 steps; fallen, furthest: share on their back after 1000 steps, and mean of
-    the furthest distance from s0 until then.
+    the far end in 1000 and 1500 steps; fallen: share on their back after 1000 steps.
     """
     rng = np.random.default_rng(0)
     args, env, networks, omega = tatc.load(path)
@@ -431,26 +428,24 @@ def policy_scores(path):
     traces = env.skill_traces(policy, len(omega), env.truth_obs, args.skill_length)
     distance = np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1)  # [n, S]
     _, states, to_end = explore(path, 0, rng, 1500)
-    from_start = [env.geodesic(obs[:, :2], np.zeros(2)) for obs in states[1:1001]]
     return {"travel": (distance.max(0) >= 3).mean(), "used": (distance.max(1) >= 3).sum(),
             "distance": distance.max(0).mean(), "reaches_end": (to_end[1:1001] <= 4).any(0).mean(),
             "reaches_end_1500": (to_end[1:] <= 4).any(0).mean(),
-            "fallen": antmaze.on_back(states[1000]).mean(), "furthest": np.max(from_start, axis=0).mean()}
+            "fallen": antmaze.on_back(states[1000]).mean()}
 
 
 def collect_scores(args):
-    """Rows whose step is the number of environment steps."""
+    """Rows whose step is the number of environment steps; of several with one step, as offline, the last."""
     if not args.runs:
         raise UsageError("--runs is empty; give run directories")
     for run in map(Path, args.runs):
         facts, logged = load_rows(run)
         ant = isinstance(antmaze.make_env(facts["args"]["env"], 1, 0), antmaze.AntMazeVec)
         key, last = ("training", facts["method"], facts["env_name"], facts["run_seed"], 0), logged[-1]
-        rows = []
-        for row in logged:
-            if row["update"] % (100 if ant else 500) == 0 or row is last:
-                rows += [(*key, row["env_steps"], name.split("/")[1], value) for name, value in row.items()
-                         if name.startswith("eval/") or name in ("rollout/reached", "rollout/skill_reward")]
+        kept = {row["env_steps"]: row for row in logged
+                if row["update"] % (100 if ant else 500) == 0 or row is last}
+        rows = [(*key, step, name.removeprefix("eval/"), value) for step, row in kept.items()
+                for name, value in row.items() if name.startswith("eval/")]
         scores = {name: last[name] for name in ("update", "seconds")}
         if ant and facts["script"] == "tatc":
             print(f"{run}: scores of its policies (a minute)", flush=True)
@@ -564,15 +559,13 @@ def within_goal(obs, env):
 
 def make_reward(kind, env, phi):
     """reward(next_obs [N, 29]) -> [N] float32, times the factor of Shaping.reward_factor's rule."""
-    goal = antmaze.RESET_POSE.astype(np.float32)[None].copy()
-    goal[0, :2] = env.goal_xy
     if kind == "xy":
         phi = lambda obs: obs[:, :2].astype(np.float64)  # noqa: E731
     if kind == "fiedler":
         values = env.laplacian_eigenvectors(2)[1][:, 1:].astype(np.float32)
         phi = lambda obs: values[  # noqa: E731  of the nearest positional state
             ((obs[:, None, :2] - env.truth_xy) ** 2).sum(-1).argmin(1)]
-    phi_goal = None if phi is None else phi(goal)
+    phi_goal = None if phi is None else phi(env.truth_obs[[env.goal_index]])
 
     def dense(obs):
         return -np.linalg.norm(phi(obs) - phi_goal, axis=1)
@@ -716,15 +709,14 @@ class Sac:
         self.replay.load(state["replay"].numpy(), state["position"])
 
 
-def judge_policy(env, act, reward, horizon, seed):
+def judge_policy(env, act, horizon, seed):
     """One episode of each ant of env from s0 with actions act(obs) -> {metric: mean}."""
     env.reset(seed=seed)
-    reached, total = np.zeros(env.num_envs, bool), np.zeros(env.num_envs)
+    reached = np.zeros(env.num_envs, bool)
     for _ in range(horizon):
         env.move(act(env.obs))
         reached |= within_goal(env.obs, env)
-        total += reward(env.obs)
-    scores = {"success": reached, "success_at_end": within_goal(env.obs, env), "return": total,
+    scores = {"success": reached, "success_at_end": within_goal(env.obs, env),
               "distance": env.geodesic(env.obs[:, :2], env.goal_xy), "fallen": env.fallen()}
     return {name: float(values.mean()) for name, values in scores.items()}
 
@@ -748,7 +740,7 @@ def evaluate_shaping(args):
         return
     variant = f"{args.reward}-{key[0].replace(' ', '-')}-run{facts['run_seed']}"
     with gridworld.run_directory(
-            args, env, variant, "shaping", ("run", "results_dir")) as (run_dir, checkpoint), \
+            args, env, variant, "shaping", ("run",)) as (run_dir, checkpoint), \
             gridworld.stop_requests() as stop:
         agent, judge = Sac(args, env, reward), antmaze.make_env(facts["args"]["env"], args.eval_episodes, 0)
         if checkpoint is not None:
@@ -761,19 +753,16 @@ def evaluate_shaping(args):
             agent.step()
             last = number == moves
             if last or number % every == 0:
-                scores = judge_policy(judge, agent.act, reward, args.horizon, args.seed + number)
+                scores = judge_policy(judge, agent.act, args.horizon, args.seed + number)
                 if not all(map(math.isfinite, scores.values())):
                     raise UsageError(f"after {number * args.num_envs} steps a score is not finite; "
                                      "try other step sizes")
                 agent.logged += [[number * args.num_envs, *entry] for entry in scores.items()]
                 bar.set_postfix({name: format(scores[name], ".2f") for name in ("success", "distance")})
                 add_results(path, [(experiment, *key, *entry) for entry in agent.logged])
-            halt = bool(stop)  # read once: what was saved is what is left
-            if halt or last or number % (8 * every) == 0:
-                gridworld.save_checkpoint(run_dir, "shaping", variant, env, args, agent.state())
-            if halt:
-                raise KeyboardInterrupt
-    print(", ".join(f"{metric} {value:.3f}" for _, metric, value in agent.logged[-5:]))
+            gridworld.save_or_stop(last or number % (8 * every) == 0, stop, lambda: gridworld.save_checkpoint(
+                run_dir, "shaping", variant, env, args, agent.state()))
+    print(", ".join(f"{metric} {value:.3f}" for _, metric, value in agent.logged[-4:]))
 
 
 # ====================================================================================== skills: a sparse task
@@ -845,7 +834,8 @@ def covered_cells(env, skills, args, repeats, rng):
     """Mean share of the maze's cells that `rollouts` randomly chosen skills visit, over `repeats`.
 
     env has an ant for every skill of every repeat, each of which starts at s0; or an ant for every repeat,
-    whose skills start where the last one ended, the first one at s0.
+    whose skills start where the last one ended, the first one at s0. A DCO option that ends is followed by
+    another within its skill_length.
     """
     group = np.repeat(np.arange(repeats), env.num_envs // repeats)
     visited = np.zeros((repeats, env.num_cells), bool)
@@ -1285,7 +1275,6 @@ ANT_SCORES = SCORES | {"coverage_total": "ever visited", "travel": "share where 
                        "reaches_end": "reaches the far end", "reaches_end_1500": "in 1500 steps",
                        "fallen": "fallen", "seconds": "seconds"}
 ERRORS = {"error_optimal": "error to V*", "error_policy": "error to V^pi"}
-REWARDS = {"reward": "episode reward", "discounted_return": "discounted return"}
 # name: (file, {metric: heading}). A table of trainings is named after its entries' experiment, one of
 # evaluations after the experiment of the rows.
 TABLES = {
@@ -1294,7 +1283,7 @@ TABLES = {
     "laprep": ("gridworld_training", LAPLACIAN), "antmaze": ("antmaze_training", ANT_SCORES),
     "ants-ablation": ("antmaze_training", ANT_SCORES), "ants-laprep": ("antmaze_training", LAPLACIAN),
     **{f"prediction-{start}": ("gridworld_prediction", ERRORS) for start in STARTS},
-    **{f"control-{start}": ("gridworld_control", REWARDS) for start in STARTS},
+    **{f"control-{start}": ("gridworld_control", {"reward": "episode reward"}) for start in STARTS},
     "shaping": ("antmaze_shaping", {"success": "success", "success_at_end": "at the end",
                                     "first_success": "first success", "distance": "distance to the goal",
                                     "fallen": "fallen"}),
@@ -1371,15 +1360,17 @@ def score_table(name, curves):
 
 
 def progress_table(curves, label, metric, updates):
-    """A line per maze, a column per number of updates of 7000; every seed."""
+    """A line per maze, a column per number of updates; every seed that has come so far."""
     lines = ["| after | " + " | ".join(f"{number} updates" for number in updates) + " |",
              "|---" * (len(updates) + 1) + "|"]
-    for entry, env, seeds in table_lines("ablation", curves, metric):
+    for (entry, env, seeds), (*_, made) in zip(*(table_lines("ablation", curves, name)
+                                                 for name in (metric, "update"))):
         if entry.label == label and seeds:
-            cells = [" ".join(f"{dict(curve)[curve[-1][0] * number // 7000]:.3f}" for curve in seeds.values())
+            cells = [" ".join(f"{dict(seeds[seed])[step * number // done]:.3f}"
+                              for seed, [(step, done)] in made.items() if number <= done)
                      for number in updates]
             lines.append(f"| {gridworld.TITLES[env]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else None
 
 
 def difference_table(name, curves, metric):
@@ -1396,7 +1387,7 @@ def difference_table(name, curves, metric):
             cells.append(interval(gap, "+.3f") if len(gap) > 2 else "")
         if any(cells[1:]):
             lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else None
 
 
 def mark_coverage(ax, env, seconds):
@@ -1462,25 +1453,6 @@ def committed_phi(results_dir, training, env):
     return None
 
 
-def draw_phis(path, rows, across=False):
-    """The maze and pictures of phi for each (env, [(title, phi [S, d])]): a row, or `across` a column."""
-    rows = [row for row in rows if row[1]]
-    if not rows:
-        return
-    columns = 1 + max(len(entries) for _, entries in rows)
-    size = (2.2 * len(rows), 2.3 * columns) if across else (2.3 * columns, 2.4 * len(rows))
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(*((columns, len(rows)) if across else (len(rows), columns)), squeeze=False)
-    for axes, (env, entries) in zip(grid.T if across else grid, rows):
-        gridworld.draw_truth(axes[0], env)
-        for ax in axes[1 + len(entries):]:
-            ax.axis("off")
-        for ax, (title, phi) in zip(axes[1:], entries):
-            gridworld.draw_phi(ax, env, phi, title)
-    figure.savefig(path, dpi=90)
-    print(f"figure: {path}")
-
-
 def phi_figures(results_dir):
     """phi of every maze, its progress, and the ablations, from the committed npz files."""
     representations, progress, ablation = [], [], []
@@ -1495,9 +1467,11 @@ def phi_figures(results_dir):
         if env.name in GRIDS:
             ablation.append((env, [(label.removeprefix("TATC, "), arrays["phi"])
                                    for label, arrays in found.items()]))
-    draw_phis(results_dir / "figures/representations.png", representations, across=True)
-    draw_phis(results_dir / "figures/progress.png", progress)
-    draw_phis(results_dir / "figures/ablation.png", ablation)
+    for name, rows in (("representations", representations), ("progress", progress), ("ablation", ablation)):
+        if rows := [row for row in rows if row[1]]:
+            path = results_dir / f"figures/{name}.png"
+            gridworld.draw_phis(path, rows, across=name == "representations")
+            print(f"figure: {path}")
 
 
 def fill_tables(path, tables):

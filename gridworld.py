@@ -558,9 +558,9 @@ def run_directory(args, env, variant, script, may_change=()):
             if other:
                 raise UsageError(f"{run_dir} is of another run ({'; '.join(other)}); "
                                  "use its arguments or another --run-dir")
-        done = checkpoint["update"] + (not checkpoint.get("rows", True)) if checkpoint else 0
-        if done > getattr(args, "updates", math.inf):
-            raise UsageError(f"{run_dir} has {checkpoint['update']} updates already; use more --updates")
+            unlogged = checkpoint.get("rows") == []  # the pictures need a row: one more update has to come
+            if checkpoint["update"] + unlogged > getattr(args, "updates", math.inf):
+                raise UsageError(f"{run_dir} has {checkpoint['update']} updates already; use more --updates")
         if getattr(args, "tensorboard", False):
             tensorboard_writer(run_dir)
         print(f"writing to {run_dir}"
@@ -593,12 +593,12 @@ def as_tensors(tree):
     return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
 
 
-def save_or_stop(args, number, stop, save):
-    """Ends an update: save() every --checkpoint-every, after the last one, and before a stop asked for."""
+def save_or_stop(due, stop, save):
+    """Ends an update: save() if it is due or a stop was asked for, and then stop."""
     halt = bool(stop)  # read once: what was saved is what is left
-    if number % args.checkpoint_every == 0 or number == args.updates or halt:
+    if due or halt:
         save()
-    if halt and number < args.updates:
+    if halt:
         raise KeyboardInterrupt
 
 
@@ -662,7 +662,7 @@ def rank_correlation(phi, env):
 def coverage(run, env):
     """Scores of run["visits"], visits of each cell since it was set to 0; run["ever"]: cells visited before.
 
-    far: share of the visits to the furthest fifth of the cells. reached: distance of the furthest cell.
+    far: share of the visits to the furthest fifth of the cells.
     """
     visits = run["visits"].numpy()
     run["ever"] |= run["visits"] > 0
@@ -671,8 +671,7 @@ def coverage(run, env):
         row["eval/coverage"] = (visits > 0).mean()
         if hasattr(env, "cell_distance"):
             far = env.cell_distance >= np.quantile(env.cell_distance, 0.8)
-            row |= {"eval/far": visits[far].sum() / visits.sum(),
-                    "rollout/reached": env.cell_distance[visits > 0].max()}
+            row["eval/far"] = visits[far].sum() / visits.sum()
     if hasattr(env, "diverged"):
         row["rollout/diverged"] = env.diverged
     return row
@@ -725,13 +724,32 @@ def draw_representation(path, env, phi, score):
     figure.savefig(path, dpi=110)
 
 
-def draw_progress(path, env, snapshots):
-    """The maze, then phi at each stage of training: snapshots {update: phi [S, d]}."""
-    figure = Figure(figsize=(2.4 * (len(snapshots) + 1), 2.7), layout="constrained")
-    axes = figure.subplots(1, len(snapshots) + 1)
-    draw_truth(axes[0], env)
-    for ax, (update, phi) in zip(axes[1:], snapshots.items()):
-        draw_phi(ax, env, phi, f"update {update}")
+def draw_phis(path, rows, across=False):
+    """The maze and pictures of phi for each (env, [(title, phi [S, d])]): a row, or `across` a column."""
+    columns = 1 + max(len(entries) for _, entries in rows)
+    size = (2.2 * len(rows), 2.3 * columns) if across else (2.3 * columns, 2.4 * len(rows))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(*((columns, len(rows)) if across else (len(rows), columns)), squeeze=False)
+    for axes, (env, entries) in zip(grid.T if across else grid, rows):
+        draw_truth(axes[0], env)
+        for ax in axes[1 + len(entries):]:
+            ax.axis("off")
+        for ax, (title, phi) in zip(axes[1:], entries):
+            draw_phi(ax, env, phi, title)
+    figure.savefig(path, dpi=90)
+
+
+def draw_traces(path, env, values, traces, titles):
+    """One maze per skill: values [skills, S] as colours, or None: distance; traces [skills, starts, T, 2]."""
+    columns = -(-len(titles) // 2)
+    figure = Figure(figsize=(3 * columns, 6.4), layout="constrained")
+    for ax, value, paths, title in zip(
+            figure.subplots(2, columns, squeeze=False).ravel(), values, traces, titles):
+        env.draw(ax, value)
+        for xy in paths:
+            ax.plot(*xy.T, color="tab:red", lw=1)
+            ax.plot(*xy[-1], "o", color="tab:orange", ms=3)
+        ax.set_title(title, fontsize=9)
     figure.savefig(path, dpi=110)
 
 
@@ -782,7 +800,7 @@ def write_representation(run_dir, env, phi, run, label):
     scores = ", ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in last.items()
                        if key.startswith("eval/"))
     draw_representation(run_dir / "representation.png", env, phi, scores)
-    draw_progress(run_dir / "progress.png", env, snapshots)
+    draw_phis(run_dir / "progress.png", [(env, [(f"update {k}", phi) for k, phi in snapshots.items()])])
     draw_curves(run_dir / "curves.png", {label: [run["rows"]]})
     print(f"{scores}\n{last['update'] / run['seconds']:,.1f} updates per second, "
           f"{run['seconds'] / 60:.1f} minutes")

@@ -10,7 +10,8 @@ states. Graph drawing asks for d functions of least total variation that are ort
 
     minimise  E ||phi(u) - phi(v)||^2 = 2 sum_i <phi_i, L phi_i>   subject to   E[phi phi^T] = I,
 
-solved by L's d smallest eigenvectors. Eq. 1 replaces the constraint by a penalty, up to the constant beta d:
+solved by L's d smallest eigenvectors (exactly so if the walk keeps the data's distribution, as in the uniform
+prior). Eq. 1 replaces the constraint by a penalty, up to the constant beta d:
 
     beta ||E[phi phi^T] - I||_F^2 = beta E_{x, y}[(phi(x)^T phi(y))^2 - ||phi(x)||^2 - ||phi(y)||^2] + beta d.
 
@@ -18,21 +19,23 @@ Every eigenvector then keeps the variance max(0, 1 - lambda / beta), and any rot
 n independent states, rows of X, the mean over pairs x != y is (||X^T X||_F^2 - sum_k ||X_k||^4)
 / (n (n - 1)): unbiased, and n d^2 work instead of n^2 d.
 
-Conventions. The first eigenvector is constant and it is one of the d: d = 2 is one informative direction,
-d = 3 two. Wu's code asks for E[phi phi^T] = I / d with beta 5; scaling phi by sqrt(d) gives Eq. 1 with beta
-5 / d. The default here is what that was at Wu's own d = 20, 0.25: with 2.5 at d = 2 the penalty's noise hides
-the difference between eigenvectors (19x19 maze, 12000 updates: largest principal angle's cosine 0.83). v
-follows u by 1 + geometric(0.9) steps within the episode, which changes eigenvalues but not eigenvectors. The
-states x are the batch's u: they are independent draws from the same distribution, and a sum of means needs no
-independence between its terms.
+Conventions. The first eigenvector is constant and it is one of the d: d = 2 is one informative direction, d =
+3 two. Wu's published code asks for E[phi phi^T] = I / d with beta 5 in its rooms and 1 in its HardMaze;
+scaling phi by sqrt(d) gives Eq. 1 with beta 5 / d. The default is what that was at Wu's own d = 20, 0.25:
+with 2.5 at d = 2 the penalty's noise hides the difference between eigenvectors (19x19 maze, 12000 updates:
+largest principal angle's cosine 0.83). v follows u by 1 + geometric(0.9) steps within the episode, which
+changes eigenvalues but not eigenvectors. The states x are the batch's u: they are independent draws from the
+same distribution, and a sum of means needs no independence between its terms.
 
-What the paper leaves open: the online data is a window of the newest --samples steps, to which N episodes are
-added every --updates-per-rollout updates (on the gridworlds about as many environment steps as TATC's).
-Episodes have TATC's K steps, on the gridworlds in the uniform prior Wu's 50. On the ants the data holds every
-10th state of episodes of 500 steps: a randomly acting ant moves 0.1 unit in 10 steps, so that single steps of
-short episodes do not tell the eigenvectors apart (R^2 of the exact second one, seed 0: 0.94 and 0.95 with
-Wu's episodes of 50 steps, 0.999 on both mazes with these; results/trials.csv). --objective allo (Gomez et
-al., ICLR 2024) finds the eigenvectors in order, not a rotation of them; --reachability is RA-LapRep.
+What the paper leaves open: network, optimiser and batch are Wu's (Appendix C.1's two tanh layers of 128 are
+read as TATC's). The online data is a window of the newest --samples steps, to which N episodes are added
+every --updates-per-rollout updates (gridworlds, s0 prior: about as many environment steps as TATC's).
+Episodes have TATC's K steps, on the gridworlds in the uniform prior Wu's 50. On the ants phi sees tatc.py's
+D6 scale and the data holds every 10th state of episodes of 500 steps (500,000 steps, so 50,000 states): a
+randomly acting ant moves 0.1 unit in 10 steps, so that single steps of short episodes do not tell the
+eigenvectors apart (R^2 of the exact second one, seed 0: 0.94 and 0.95 with Wu's episodes of 50 steps, 0.999
+on both mazes with these; results/trials.csv). --objective allo (Gomez et al., ICLR 2024) finds the
+eigenvectors in order, not a rotation of them; --reachability is RA-LapRep.
 """
 
 import math
@@ -93,7 +96,7 @@ class Args:
     dim: int = 2
     """d, dimension of phi, the constant eigenvector included"""
     beta: Annotated[Optional[float], default("beta")] = None
-    """beta, weight of the orthonormality penalty, Eq. 1; 0.25 = 5 / 20 of Wu et al."""
+    """beta, weight of the orthonormality penalty, Eq. 1; 0.25 = 5 / 20: Wu's in the rooms, at d = 20"""
     dual_learning_rate: float = 1e-3
     """step size of allo's dual variables"""
     discount: float = 0.9
@@ -239,8 +242,8 @@ def rollout(args, env, rng):
 
 
 def sample_pairs(data, count, discount, rng):
-    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by 1 + geometric steps, cut
-    at the episode's end."""
+    """(u, v), each [count, ...], from episodes data [E, K + 1, ...]: v follows u by g steps, P(g) ~
+    discount^(g - 1) up to the episode's end."""
     episode, first = rng.integers(len(data), size=count), rng.integers(data.shape[1] - 1, size=count)
     left = data.shape[1] - 1 - first  # the gap is at most this
     gap = np.ones(count, dtype=np.int64)
@@ -253,7 +256,7 @@ def sample_pairs(data, count, discount, rng):
 def update(args, phi, optimizer, duals, data, rng):
     """One step of phi, and for allo of the dual variables, on args.batch_size pairs."""
     pairs = torch.as_tensor(np.stack(sample_pairs(data, args.batch_size, args.discount, rng)))
-    if pairs.is_floating_point():
+    if phi.obs_scale is not None:
         phi_u, phi_v = phi(pairs)
     else:  # a state that was drawn many times goes through the network once
         states, inverse = torch.unique(pairs, return_inverse=True)
@@ -272,9 +275,9 @@ def update(args, phi, optimizer, duals, data, rng):
 
 # ------------------------------------------------------------------------------------------------- evaluation
 def eigenvector_scores(phi, eigenvalues, eigenvectors):
-    """How well phi [S, d] matches the first d exact eigenvectors; [m] and [S, m], m >= d, the smallest first.
+    """How well phi [S, d] matches the exact eigenvectors [S, m], m >= d, of eigenvalues [m], smallest first.
 
-    cosine: mean cosine of phi_i with the eigenspace of the i-th eigenvalue, for the ordered objectives.
+    cosine: mean cosine of phi_i with the eigenspace of the i-th eigenvalue, for allo, whose phi is ordered.
     subspace: cosine of the largest principal angle between the spans, for Eq. 1, which any rotation solves.
     If an eigenspace is cut by d, phi must contain all eigenspaces before it and lie in those up to it.
     fiedler_r2: share of the second eigenvector's variance that a linear function of phi explains.
@@ -344,6 +347,7 @@ def train(args):
             exact = env.laplacian_eigenvectors(min(args.dim + 8, len(env.truth_obs)))
         episodes = -(-args.samples // args.episode_length)  # held as data, rounded up
         data = None
+        truth = partial(representation, args, phi, duals, env.truth_obs)  # phi now; duals change in place
         # What changes beside network, optimiser, environment, data and random numbers: the checkpoint's rest.
         run = {"update": 0, "seconds": 0.0, "env_steps": 0, "rows": [], "sums": {}, "snapshots": {},
                "visits": torch.zeros(env.num_cells, dtype=torch.long),
@@ -354,7 +358,7 @@ def train(args):
             walks, cells = rollout(args, env, rng)
             run["visits"] += torch.as_tensor(np.bincount(cells, minlength=env.num_cells))
             run["env_steps"] += args.num_envs * args.episode_length
-            data = walks if data is None else np.concatenate([data, walks])[-episodes:]
+            data = (walks if data is None else np.concatenate([data, walks]))[-episodes:]
 
         def restore():
             nonlocal data
@@ -391,10 +395,10 @@ def train(args):
             gridworld.add_to_sums(run["sums"], update(args, phi, optimizer, duals, data, rng), number)
             run["update"], run["seconds"] = number, time.perf_counter() - begin
             if number in stages:
-                run["snapshots"][number] = torch.as_tensor(representation(args, phi, duals, env.truth_obs))
+                run["snapshots"][number] = torch.as_tensor(truth())
             if number % args.log_every == 0 or number == args.updates:
                 row = {"update": number, "env_steps": run["env_steps"], "seconds": run["seconds"]}
-                row |= gridworld.rank_correlation(representation(args, phi, duals, env.truth_obs), env)
+                row |= gridworld.rank_correlation(truth(), env)
                 if exact is not None:
                     with torch.no_grad():
                         row |= eigenvector_scores(phi(torch.as_tensor(env.truth_obs)).numpy(), *exact)
@@ -403,9 +407,8 @@ def train(args):
                                   ("spearman_all", "spearman_s0", "subspace", "fiedler_r2"))
                 if args.data == "online":
                     run["visits"][:] = 0
-            gridworld.save_or_stop(args, number, stop, save)
-        gridworld.write_representation(
-            run_dir, env, representation(args, phi, duals, env.truth_obs), run, args.env)
+            gridworld.save_or_stop(number % args.checkpoint_every == 0 or number == args.updates, stop, save)
+        gridworld.write_representation(run_dir, env, truth(), run, args.env)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,28 @@ progress.png, skills.png, curves.png to the run directory.
 Departures from the paper (evidence: README.md):
 D1  Eq. 5 is read as the mean over steps of the squared norm (--boredom selects the other readings).
 D2  An update uses N episodes of L skills, as in Algorithm 1; the text's "N trajectories of length c" is
-    --skills-per-update 1, the default on the ants.
+    --skills-per-update 1, the default on the ants: pi_hi then learns every L-th update, when episodes end.
 D3  Open in the paper: the critics are separate networks of the policies' shape that also see the time left.
 D4  The entropy coefficient of pi_low is 1 on the gridworlds other than U-Maze (paper: 0.1).
 D5  On the ants both policies learn by PPO with Adam: 4 passes of 8 minibatches (pi_hi: 8 passes over its
     whole batch), ratio clipped at 0.2, gradient norm at 0.5, normalised advantages; for pi_low GAE with
-    lambda 0.9, entropy coefficient 0.003 (--policy-update a2c is the paper's, with RMSprop).
+    lambda 0.9, entropy coefficient 0.003 (--policy-update a2c is the paper's, with RMSprop; it also undoes
+    D9, D10 and D11's step sizes).
 D6  On the ants the pairs of the attractive term and of Eq. 5 are 10 steps apart (--pair-gap 1 is the
     paper's), and phi sees x, y at four times and everything else at a fiftieth of the policies' scale
     (antmaze.py, phi_scale).
-D7  An ant that lies on its back when an episode begins starts at s0.
+D7  An ant that lies on its back when an episode begins starts at s0. One whose simulation diverges goes on
+    from s0 at once; rollout/diverged counts them.
 D8  On the ants phi learns from every 10th state of the last 20 updates (--phi-memory 1 is the paper's).
 D9  On the ants the length of a step in Eq. 3 has the mean length added (--step-floor 0 is the paper's).
 D10 After 1000 updates an ant that falls on its back pays 20 in place of Eq. 3, and pi_low learns nothing from
     the rest of that skill (--fall-cost 0 is the paper's).
 D11 On the ants training ends after 6000 updates, on AntMaze-1 after 3000 (paper: 10,000), and the step sizes
-    go linearly to 0 in the second half (--anneal 0 is the paper's).
-D12 Open in the paper: RMSprop's alpha 0.99 and eps 1e-8 are torch's, the critics' loss has weight 1 (PPO:
-    0.5), and N agents run side by side, each on from where its own last episode ended (Algorithm 1 runs N
-    episodes one after the other).
+    go linearly to 0 in the second half (--anneal 0 --updates 10000 is the paper's).
+D12 Open in the paper: RMSprop's alpha 0.99 and eps 1e-8 are torch's; the critics' loss has weight 1 (PPO:
+    0.5); losses are means over choices; phi takes one step per update, with as many random pairs in Eq. 2 as
+    transitions; N agents run side by side, each continuing where its own last episode ended (Algorithm 1 runs
+    N episodes one after the other).
 """
 
 import math
@@ -49,9 +52,9 @@ import gridworld
 from antmaze import make_env
 from gridworld import UsageError
 
-# The appendix's values per environment. "indices" is any environment whose observations are state indices,
-# "vectors" any with float vectors, "ants" what only they have (env.defaults). What is missing here comes from
-# the way the policies learn, below.
+# Values per environment: the appendix's, except where a departure is named. "indices" is any environment with
+# state indices as observations, "vectors" any with float vectors, "ants" what only they have (env.defaults).
+# What is missing here comes from the way the policies learn, below.
 DEFAULTS = {
     "umaze": dict(reset_prob=0.3, random_walk_prob=0.4, episode_length=90, skill_length=30,
                   low_entropy_coef=0.1),
@@ -62,19 +65,19 @@ DEFAULTS = {
                     low_entropy_coef=1.0,  # D4
                     policy_update="a2c", updates=7000),
     "vectors": dict(reset_prob=0.2, random_walk_prob=0.3, episode_length=500, skill_length=100,
-                    boredom_coef=5.0, pair_gap=1, phi_memory=20, step_floor=0.0, fall_cost=0.0,
-                    high_entropy_coef=0.15, skills_per_update=1, policy_update="ppo", updates=6000),
-    "ants": dict(pair_gap=10, step_floor=1.0, fall_cost=20.0),
-    "antmaze1": dict(updates=3000),
+                    boredom_coef=5.0, pair_gap=1, step_floor=0.0, fall_cost=0.0, high_entropy_coef=0.15,
+                    skills_per_update=1, policy_update="ppo", phi_memory=20, updates=6000),  # D2, D5, D8, D11
+    "ants": dict(pair_gap=10, step_floor=1.0, fall_cost=20.0),  # D6, D9, D10
+    "antmaze1": dict(updates=3000),  # D11
 }
-# Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch and lambda = 1: one code for
-# both (D5). No return is discounted.
+# Vanilla A2C with Monte-Carlo returns is PPO's loss with one pass over one batch and lambda = 1: one
+# implementation serves both (D5). Returns are not discounted. D9, D10 and annealing go with PPO.
 POLICY_UPDATES = {
     "a2c": dict(update_epochs=1, gae_lambda=1.0, norm_adv=False, low_entropy_coef=0.1, anneal=0.0,
                 step_floor=0.0, fall_cost=0.0),
     "ppo": dict(update_epochs=4, gae_lambda=0.9, norm_adv=True, low_entropy_coef=0.003, anneal=0.5),
 }
-FALL_AFTER = 1000  # updates before a fall costs anything: skills have to be fast first (D10)
+FALL_AFTER = 1000  # updates before a fall costs anything: ants learn to move first (D10)
 CLIP_COEF = 0.2
 
 
@@ -170,7 +173,7 @@ def resolve(args, env):
     values = DEFAULTS[kind] | DEFAULTS.get(getattr(env, "defaults", None), {}) | DEFAULTS.get(args.env, {})
     args.policy_update = args.policy_update or values["policy_update"]
     preset = POLICY_UPDATES[args.policy_update]
-    usual = args.policy_update == values["policy_update"]  # its coefficients per environment are for that one
+    usual = args.policy_update == values["policy_update"]  # the environment's values were chosen for this one
     for name, value in (preset | values if usual else values | preset).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -242,24 +245,18 @@ def make_networks(args, env):
 
 def make_optimizers(args, networks):
     """RMSprop as in the paper, with torch's constants (D12); with PPO, Adam for policies and critics (D5)."""
-    groups = {"phi": networks["phi"].parameters(),
-              "low": [*networks["pi_low"].parameters(), *networks["v_low"].parameters()],
-              "high": [*networks["pi_hi"].parameters(), *networks["v_hi"].parameters()]}
-
-    def make(name, parameters):
-        if name == "phi" or args.policy_update == "a2c":
-            return torch.optim.RMSprop(parameters, lr=args.learning_rate)
-        return torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
-
-    return {name: make(name, parameters) for name, parameters in groups.items()}
+    policies = torch.optim.RMSprop if args.policy_update == "a2c" else partial(torch.optim.Adam, fused=True)
+    low = [*networks["pi_low"].parameters(), *networks["v_low"].parameters()]
+    high = [*networks["pi_hi"].parameters(), *networks["v_hi"].parameters()]
+    return {"phi": torch.optim.RMSprop(networks["phi"].parameters(), lr=args.learning_rate),
+            "low": policies(low, lr=args.learning_rate), "high": policies(high, lr=args.learning_rate)}
 
 
 def make_directions(args):
     """Omega [n, d]: (cos(2 k pi / n), sin(2 k pi / n)), zero in any further dimension."""
     angles = 2 * np.pi * np.arange(args.num_directions) / args.num_directions
-    omega = np.zeros((args.num_directions, args.dim), dtype=np.float32)
-    omega[:, 0], omega[:, 1] = np.cos(angles), np.sin(angles)
-    return torch.as_tensor(omega)
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return F.pad(torch.as_tensor(directions, dtype=torch.float32), (0, args.dim - 2))
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -273,12 +270,11 @@ def contrastive_loss(phi_u, phi_v, phi_x, phi_y, beta):
 def skill_reward(phi_s, phi_next, delta, floor=0.0):
     """Eq. 3: cosine [...] of the step phi_s -> phi_next [..., d] and delta [..., d]; 0 if phi does not move.
 
-    D9: `floor` times the batch's mean length is added to the step's: a small step earns less than a large.
+    D9: `floor` times the batch's mean length is added to the step's: small steps earn less than large ones.
     """
     step = phi_next - phi_s
     norm = step.norm(dim=-1)
-    length = (norm + floor * norm.mean()).clamp_min(torch.finfo(norm.dtype).tiny)
-    return torch.where(norm > 0, (step * delta).sum(-1) / length, 0.0)
+    return torch.where(norm > 0, (step * delta).sum(-1) / (norm + floor * norm.mean()), 0.0)
 
 
 def high_return(phi_first, phi_final):
@@ -384,7 +380,7 @@ def start_episodes(args, env, rng):
 
 
 def rollout(args, env, networks, omega, random_walk, rng):
-    """Algorithm 1, lines 8-13: J = skills_per_update skills of c steps per agent, or random walks as long.
+    """Algorithm 1, lines 8-13: J = skills_per_update skills of c steps per agent, or a random walk as long.
 
     Returns tensors obs [J, N, c + 1, ...], actions [J, N, c, heads], skill [J, N] (n for a random walk) and
     fallen [J, N, c + 1].
@@ -420,7 +416,7 @@ def update_policy(args, level, policy, critic, optimizer, obs, delta, actions, r
     """A2C or PPO on n trajectories of T choices; level is "low" or "high".
 
     obs [n, T, ...], delta [n, d] (the skill's direction; d = 0 for pi_hi), actions [n, T, heads],
-    rewards [n, T], fallen [n, T + 1]: nothing is learned from choices after a fall, and nothing follows it.
+    rewards [n, T], fallen [n, T + 1]: choices made after a fall are left out, and returns end with the fall.
     Returns the terms of the last loss.
     """
     count, steps = rewards.shape
@@ -432,7 +428,7 @@ def update_policy(args, level, policy, critic, optimizer, obs, delta, actions, r
     delta = delta[:, None].expand(-1, steps, -1)  # [n, T, d]
     time_left = (1 - torch.arange(steps) / steps)[:, None].expand(count, -1, -1)  # [n, T, 1]
     upright = ~fallen[:, :-1]
-    if upright.sum() < max(2, minibatches):  # nearly all lie on their back
+    if upright.sum() < max(minibatches, 1 + args.norm_adv):  # too few to split or to normalise
         return {}
 
     def outputs(obs, delta, time_left, actions):
@@ -490,7 +486,7 @@ def update(args, networks, optimizers, omega, batch, episode, recent, rng, fall_
         with torch.no_grad():
             returns = high_return(encode(began[:, 0]), encode(final))
         info["rollout/high_return"] = returns.mean()
-        rewards = F.pad(returns[:, None], (chosen.shape[1] - 1, 0))  # at the end: the same for all L choices
+        rewards = F.pad(returns[:, None], (chosen.shape[1] - 1, 0))  # at the end: the return of all L choices
         never = torch.zeros(len(chosen), chosen.shape[1] + 1, dtype=torch.bool)
         info |= update_policy(args, "high", networks["pi_hi"], networks["v_hi"], optimizers["high"], began,
                               omega.new_empty(len(chosen), 0), chosen[..., None], rewards, never, rng)
@@ -572,8 +568,8 @@ def train(args):
                 run["random_walk"] = torch.as_tensor(start_episodes(args, env, rng))  # lines 5-7
             batch = obs, _, skill, _ = rollout(  # lines 8-13
                 args, env, networks, omega, run["random_walk"].numpy(), rng)
-            run["began"] += [part.clone() for part in obs[:, :, 0]]
-            run["chosen"] += [part.clone() for part in skill]
+            run["began"] += obs[:, :, 0].clone()
+            run["chosen"] += skill.clone()
             episode = None
             if len(run["began"]) == args.episode_length // args.skill_length:
                 episode = torch.stack(run["began"], dim=1), obs[-1, :, -1], torch.stack(run["chosen"], dim=1)
@@ -604,7 +600,7 @@ def train(args):
                 gridworld.log_row(args, run, row, run_dir, bar,
                                   ("spearman_all", "spearman_s0", "coverage", "far"))
                 run["visits"][:] = 0
-            gridworld.save_or_stop(args, number, stop, save)
+            gridworld.save_or_stop(number % args.checkpoint_every == 0 or number == args.updates, stop, save)
         if hasattr(env, "draw_skills"):
             policy = partial(skill_policy, networks["pi_low"], omega, env.action_shape)
             env.draw_skills(run_dir / "skills.png", policy, omega.numpy(), args.skill_length)

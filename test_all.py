@@ -907,7 +907,7 @@ def test_a_runs_name_is_what_differs_from_the_defaults(command, variant, values)
 def test_every_changed_argument_is_in_a_runs_name(tmp_path, monkeypatch, no_pictures):
     """Three changed arguments: the run, its rows and its evaluation's rows touch nothing of the default's."""
     monkeypatch.chdir(tmp_path)
-    maze, before = write(tmp_path, CORRIDOR), files(ROOT / "results", "*.csv")
+    maze = write(tmp_path, CORRIDOR)
     for changes in ("", "--beta 0.5 --hidden 8 --gae-lambda 0.7"):
         cli(f"tatc.py --env {{maze}} --updates 4 --num-envs 4 {changes}", maze=maze)
     runs = {path.parent.parent.name: path.parent for path in Path("runs").rglob("checkpoint.pt")}
@@ -918,7 +918,6 @@ def test_every_changed_argument_is_in_a_runs_name(tmp_path, monkeypatch, no_pict
     for name in ("gridworld_prediction", "gridworld_control", "gridworld_training"):
         methods = {row["method"] for row in evaluate.read_results(Path("results") / f"{name}.csv")}
         assert len(methods) == 2 and "TATC" not in methods
-    assert before == files(ROOT / "results", "*.csv")
     for field in dataclasses.fields(TATC):  # any single change gives another name
         if field.name in (*gridworld.FREE, "env", "seed", "skill_length", "pair_gap", "skills_per_update"):
             continue
@@ -948,23 +947,15 @@ def test_a_second_process_in_a_run_directory_is_refused(tmp_path, shell):
 
 
 def test_a_full_disk_is_said_in_one_line_and_resume_goes_on(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk],
-                      capture_output=True).returncode:
-        pytest.skip("this machine does not allow to mount a small tmpfs")
-    try:
-        command = (f"tatc.py --env '{write(tmp_path, CORRIDOR)}' --updates 6 --hidden 64 "
-                   f"--checkpoint-every 2 --resume --run-dir '{disk}/run'")
-        full = subprocess.run([sys.executable, *shlex.split(f"{ROOT}/{command}")], capture_output=True,
-                              text=True)
-        assert full.returncode == 2 and "No space left" in full.stderr.splitlines()[-1]
-        assert "Traceback" not in full.stderr and not list((disk / "run").glob("*.tmp"))
-        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
-        cli(command)
-        assert checkpoint(disk / "run")["update"] == 6
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    """A limit of 100 kB per file ends the write of a checkpoint of 300 as a full disk does."""
+    command = (f"tatc.py --env '{write(tmp_path, CORRIDOR)}' --updates 6 --hidden 64 "
+               f"--checkpoint-every 2 --resume --run-dir '{tmp_path}/run'")
+    full = subprocess.run(["bash", "-c", f"ulimit -f 100; exec {sys.executable} {ROOT}/{command}"],
+                          capture_output=True, text=True)
+    assert full.returncode == 2 and "File too large" in full.stderr.splitlines()[-1]
+    assert "Traceback" not in full.stderr and not list((tmp_path / "run").glob("*.tmp"))
+    cli(command)
+    assert checkpoint(tmp_path / "run")["update"] == 6
 
 
 def test_flipped_bits_and_foreign_checkpoints_are_refused(tmp_path, no_pictures):
@@ -1154,8 +1145,8 @@ def test_scores_of_exact_rotated_and_wrong_eigenvectors(tmp_path):
     for name, near in (("antmaze1", 0.05), ("tmaze", 1e-9)):
         env = antmaze.make_env(name, 1, 0)
         values, vectors = env.laplacian_eigenvectors(12)
-        assert baselines.fiedler_cosine(5 - 3 * vectors[:, 1], env) == pytest.approx(1, abs=1e-9)
-        assert baselines.fiedler_cosine(vectors[:, 2], env) < near
+        assert baselines.fiedler_cosine(5 - 3 * vectors[:, 1], values, vectors) == pytest.approx(1, abs=1e-9)
+        assert baselines.fiedler_cosine(vectors[:, 2], values, vectors) < near
         basis = np.linalg.qr(vectors)[0]  # the ants' vectors are of a sample of the graph's nodes
         assert scores(-2 * basis[:, :4]) == [1, 1, 1]
         assert scores(np.hstack([basis[:, :2], basis[:, 2:4] @ half])) == [(2 + np.sqrt(2)) / 4, 1, 1]
@@ -1432,13 +1423,12 @@ def test_diverged_ants_give_no_transition(tmp_path, monkeypatch, no_pictures):
     assert walks.shape == (19, 11, 29) and actions.shape == (19, 10, 8)
 
 
-@pytest.mark.parametrize("discriminator, seen", [("xy", 2), ("state", 29)])
-def test_what_the_discriminator_sees(discriminator, seen):
-    args = DIAYN(discriminator=discriminator)
+def test_the_discriminator_of_xy_sees_nothing_else():
+    args = DIAYN(discriminator="xy")
     env, _ = baselines.prepare(args)
     obs = torch.as_tensor(env.truth_obs[:1]).requires_grad_()
     baselines.make_diayn(args, env)["discriminator"](obs).square().sum().backward()
-    assert np.flatnonzero(obs.grad).tolist() == list(range(seen))
+    assert np.flatnonzero(obs.grad).tolist() == [0, 1]
 
 
 # --------------------------------------------------------------------------------------------------- evaluate
@@ -1447,8 +1437,7 @@ def test_goal_episodes_and_their_loss_match_loops_over_single_steps():
     policy = rng.dirichlet(np.ones(4), size=env.num_states)
     state = np.append(env.distance[env.goal_index].argsort()[1:21], rng.integers(200, 400, size=20))
     again = copy.deepcopy(rng)
-    visits, returns, squares, reward, discounted, last = evaluate.goal_episodes(
-        env, policy, state, 30, 0.9, rng)
+    visits, returns, squares, reward, last = evaluate.goal_episodes(env, policy, state, 30, 0.9, rng)
     uniform, samples = again.random((30, 40)), []
     for i in range(40):
         s, path = state[i], []
@@ -1458,7 +1447,6 @@ def test_goal_episodes_and_their_loss_match_loops_over_single_steps():
             s = env.next_state[s, action]
         success = s == env.goal_index
         assert reward[i] == success and last[i] == s
-        assert discounted[i] == pytest.approx(success * 0.9 ** (len(path) - 1))
         samples += [(s, a, success * 0.9 ** (len(path) - 1 - t)) for t, (s, a) in enumerate(path)]
     assert 0 < reward.sum() < 40
     logits = torch.tensor(rng.normal(size=(env.num_states, 4)), requires_grad=True)
@@ -1577,11 +1565,12 @@ def test_every_run_can_be_scored_copied_and_evaluated(ant_runs, tmp_path, monkey
         assert facts["env_name"] == "antmaze1" and facts["episode_length"] and "commit" in facts
         assert [int(row["update"]) for row in metrics(run)] == [row["update"] for row in content["rows"]]
     rows = evaluate.read_results(Path("results/antmaze_training.csv"))
+    assert len({(row["method"], row["step"], row["metric"]) for row in rows}) == len(rows)
     ours = {row["metric"]: float(row["value"]) for row in rows if row["method"].startswith("TATC")}
     assert {"travel", "used", "reaches_end", "fallen", "spearman_s0", "coverage_total"} <= set(ours)
     found = {row["metric"] for row in rows}
     assert {"subspace", "cosine", "fiedler_r2", "far", "fiedler_cosine", "reaches", "accuracy"} <= found
-    assert 0 <= ours["travel"] <= 1 and ours["furthest"] > 0 and ours["distance"] > 0
+    assert 0 <= ours["travel"] <= 1 and ours["distance"] > 0
     cli("evaluate.py curves --runs {tatc} {laprep} {dco} {diayn}", **ant_runs)
     assert pictures(tmp_path) == {"curves.png"}
     skills = ("evaluate.py skills --horizon 12 --skill-length 5 --rollouts 2 --batch 4 --episodes 8 "
@@ -1605,7 +1594,7 @@ def test_every_run_can_be_scored_copied_and_evaluated(ant_runs, tmp_path, monkey
             f"--run-dir {run_dir} --results-dir results", **ant_runs)
     assert Path("first").exists() and not Path("second").exists()
     rows = evaluate.read_results(Path("results/antmaze_shaping.csv"))
-    assert {row["metric"] for row in rows} == {"success", "success_at_end", "return", "distance", "fallen"}
+    assert {row["metric"] for row in rows} == {"success", "success_at_end", "distance", "fallen"}
 
 
 def test_skills_choices_and_returns():
@@ -1642,9 +1631,8 @@ def test_skills_choices_and_returns():
 COMMANDS = {  # of every dataclass with numbers
     TATC: "tatc.py", LAP: "laprep.py", DCO: "baselines_dco_diayn.py dco",
     DIAYN: "baselines_dco_diayn.py diayn", evaluate.Prediction: "evaluate.py prediction --features onehot",
-    evaluate.Scores: "evaluate.py scores --runs x", evaluate.Film: "evaluate.py film --run x",
-    SHAPING: "evaluate.py shaping --reward xy",
-    evaluate.SkillsTask: "evaluate.py skills --floor actions", evaluate.Speed: "evaluate.py speed"}
+    evaluate.Film: "evaluate.py film --run x", SHAPING: "evaluate.py shaping --reward xy",
+    evaluate.SkillsTask: "evaluate.py skills --floor actions"}
 
 
 def out_of_range():
