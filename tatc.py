@@ -1,6 +1,6 @@
 """TATC: Temporal Abstractions-Augmented Temporally Contrastive Learning (Erraqabi et al., UAI 2022).
 
-    python tatc.py --env umaze       # 4 minutes on one core
+    python tatc.py --env umaze       # 3 to 8 minutes on one core
     python tatc.py --env antmaze1    # 20 to 40 minutes on one core
 
 Learns a 2-D representation phi of an environment together with eight directional skills, from one start

@@ -1861,6 +1861,14 @@ def test_figures_from_a_clean_clone_change_nothing(tmp_path, monkeypatch, shell)
     before = files(".", "*.md")
     cli("evaluate.py figures")
     assert files(".", "*.md") == before
+    path = Path("results/gridworld_training.csv")  # a run that was scored halfway: in the columns it reached
+    ours = [row for row in evaluate.read_results(path) if row["method"] == "TATC prior=uniform,boredom_coef=0"
+            and row["env"] == "umaze" and row["run_seed"] == "10" and int(row["step"]) <= 10_080_000]
+    evaluate.add_results(path, [(*list(row.values())[:-1], float(row["value"])) for row in ours]
+                         + [(*evaluate.key_of(ours[0]), 10_080_000, "update", 3500)])
+    cli("evaluate.py figures")
+    columns = re.findall(r"\| U-Maze \|(.*)\|(.*)\|(.*)\|(.*)\|", Path("results/README.md").read_text())[0]
+    assert [len(column.split()) for column in columns] == [5, 5, 4, 4]
     text = write(tmp_path / "results", "<!-- table:gridworld -->\n\ntext that must stay\n", "README.md")
     code, _, err = shell("evaluate.py figures")
     assert code == 2 and "has no <!-- end -->" in err
