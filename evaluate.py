@@ -528,7 +528,7 @@ class Shaping:
     """updates per environment step"""
     batch_size: int = 128
     """transitions per update"""
-    hidden: int = 256
+    hidden: int = 128
     """units in each of the two hidden layers"""
     gamma: float = 0.99
     """discount"""
