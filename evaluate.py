@@ -418,18 +418,18 @@ def policy_scores(path):
     """What trained policies of tatc.py on an ant maze can do without a task -> {metric: value}.
 
     travel: share of the maze's positional states from which some skill ends 3 units away or more after c
-    steps; used: number of skills that do so somewhere; distance: mean over these states of how far the best
-    skill gets; reaches_end, reaches_end_1500: share of 64 tries of pi_hi from s0 that come within 4 units of
-    the far end in 1000 and 1500 steps; fallen: share on their back after 1000 steps.
+    steps; distance: mean over these states of how far the best skill gets; reaches_end, reaches_end_1500:
+    share of 64 tries of pi_hi from s0 that come within 4 units of the far end in 1000 and 1500 steps; fallen:
+    share on their back after 1000 steps.
     """
     rng = np.random.default_rng(0)
     args, env, networks, omega = tatc.load(path)
     policy = partial(tatc.skill_policy, networks["pi_low"], omega, env.action_shape)
     traces = env.skill_traces(policy, len(omega), env.truth_obs, args.skill_length)
-    distance = np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1)  # [n, S]
+    distance = np.linalg.norm(traces[:, :, -1] - traces[:, :, 0], axis=-1).max(0)  # [S]
     _, states, to_end = explore(path, 0, rng, 1500)
-    return {"travel": (distance.max(0) >= 3).mean(), "used": (distance.max(1) >= 3).sum(),
-            "distance": distance.max(0).mean(), "reaches_end": (to_end[1:1001] <= 4).any(0).mean(),
+    return {"travel": (distance >= 3).mean(), "distance": distance.mean(),
+            "reaches_end": (to_end[1:1001] <= 4).any(0).mean(),
             "reaches_end_1500": (to_end[1:] <= 4).any(0).mean(),
             "fallen": antmaze.on_back(states[1000]).mean()}
 
@@ -923,18 +923,16 @@ def evaluate_skills(args):
     critic = tatc.Net(29, 1, 1, 128, env.obs_scale)
     optimizer = torch.optim.RMSprop([*policy.parameters(), *critic.parameters()], lr=args.learning_rate,
                                     foreach=True)
-    success, returns, updates = [], [], -(-args.episodes // args.batch)
+    success, updates = [], -(-args.episodes // args.batch)
     bar = tqdm(range(1, updates + 1), unit="update", dynamic_ncols=True)
     for number in bar:
         (obs, allowed, choice, time_left, to_go), rewards = high_level_episodes(
             args, env, skills, None if args.floor == "choices" else policy, rng)
         success.append(rewards.any(0).mean())
-        returns.append(rewards.sum(0).mean())
         if number % args.log_every == 0 or number == updates:
-            rows += [("skills", *key, number * args.batch, "success", np.mean(success)),
-                     ("skills", *key, number * args.batch, "return", np.mean(returns))]
+            rows.append(("skills", *key, number * args.batch, "success", np.mean(success)))
             bar.set_postfix(success=f"{np.mean(success):.2f}")
-            success, returns = [], []
+            success = []
         if args.floor != "choices":
             loss = choice_loss(policy(obs), allowed, choice, critic(obs, time_left).squeeze(-1), to_go,
                                args.entropy_coef)
@@ -942,7 +940,7 @@ def evaluate_skills(args):
             loss.backward()
             optimizer.step()
     add_results(path, rows)
-    print(", ".join(f"{row[-2]} {row[-1]:.3f}" for row in [*rows[:2], *rows[-2:]])
+    print(", ".join(f"{row[-2]} {row[-1]:.3f}" for row in (*rows[:2], rows[-1]))
           + f"; {env.diverged} ants diverged")
 
 
@@ -1271,7 +1269,7 @@ SPEARMAN = {"spearman_s0": "Spearman, from s0", "spearman_all": "Spearman, all p
 SCORES = SPEARMAN | {"coverage": "coverage", "far": "far"}
 LAPLACIAN = SPEARMAN | {"subspace": "subspace", "fiedler_r2": "R² of the exact second eigenvector"}
 ANT_SCORES = SCORES | {"coverage_total": "ever visited", "travel": "share where a skill travels",
-                       "used": "skills used", "distance": "distance of the best skill",
+                       "distance": "distance of the best skill",
                        "reaches_end": "reaches the far end", "reaches_end_1500": "in 1500 steps",
                        "fallen": "fallen", "seconds": "seconds"}
 ERRORS = {"error_optimal": "error to V*", "error_policy": "error to V^pi"}
@@ -1287,7 +1285,7 @@ TABLES = {
     "shaping": ("antmaze_shaping", {"success": "success", "success_at_end": "at the end",
                                     "first_success": "first success", "distance": "distance to the goal",
                                     "fallen": "fallen"}),
-    "skills": ("antmaze_skills", {"success": "success", "return": "return"}),
+    "skills": ("antmaze_skills", {"success": "success"}),
     "skills-cells": ("antmaze_skills", {"cells": "cells of 48 skills from s0",
                                         "cells_passed_on": "cells, state passed on"}),
 }
