@@ -24,11 +24,12 @@ import scipy.ndimage
 import scipy.sparse.csgraph
 import scipy.sparse.linalg
 import tyro
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 from matplotlib.figure import Figure
+from matplotlib.patches import Circle
 
 import gridworld
-from gridworld import UsageError
+from gridworld import UsageError, whole
 
 # MuJoCo picks its OpenGL on import: without a display EGL, if it is there (naming a missing one breaks it).
 if not os.environ.get("DISPLAY") and ctypes.util.find_library("EGL"):
@@ -111,17 +112,16 @@ def build_model(free, start, plain=False):
         boxes, height = wall_boxes(free), 4.0
     west, north = -(start[1] + 0.5) * BLOCK, (start[0] + 0.5) * BLOCK
     east, south = west + free.shape[1] * BLOCK, north - free.shape[0] * BLOCK
-    walls, planes = "", ["floor"]
-    if not plain:
-        for x, y, axis in ((west, 0, "1 0 0"), (east, 0, "-1 0 0"),
-                           (0, south, "0 1 0"), (0, north, "0 -1 0")):
-            walls += (f'<geom name="plane{len(planes)}" type="plane" pos="{x} {y} 0" zaxis="{axis}" '
-                      'size="1 1 1"/>')
-            planes.append(f"plane{len(planes)}")
+    walls, solids = "", ["floor"]
+    sides = (west, 0, "1 0 0"), (east, 0, "-1 0 0"), (0, south, "0 1 0"), (0, north, "0 -1 0")
+    for i, (x, y, axis) in enumerate(() if plain else sides):
+        walls += f'<geom name="plane{i}" type="plane" pos="{x} {y} 0" zaxis="{axis}" size="1 1 1"/>'
+        solids.append(f"plane{i}")
     for i, (top, bottom, left, right) in enumerate(boxes):
         walls += (f'<geom name="box{i}" type="box" pos="{west + (left + right) / 2 * BLOCK} '
                   f'{north - (top + bottom) / 2 * BLOCK} {height / 2}" rgba=".55 .5 .45 1" '
                   f'size="{(right - left) / 2 * BLOCK} {(bottom - top) / 2 * BLOCK} {height / 2}"/>')
+        solids.append(f"box{i}")
     legs, motors = "", ""
     for i, (x, y) in enumerate(LEGS):
         stub = f'<geom name="stub{i}" type="capsule" fromto="0 0 0 {.2 * x} {.2 * y} 0" size=".08"/>'
@@ -139,21 +139,17 @@ def build_model(free, start, plain=False):
     pairs = "" if plain else "".join(
         f'<pair geom1="{part}" geom2="{solid}" condim="3" friction="1 1 .5 .5 .5" margin=".02" '
         'solref=".06 1"/>'
-        for solid in planes + [f"box{i}" for i in range(len(boxes))]
+        for solid in solids
         for part in ["torso"] + [f"{name}{i}" for name in ("thigh", "shin") for i in range(4)])
-    look = """
+    return mujoco.MjModel.from_xml_string(f"""
+    <mujoco model="antmaze">
+      <compiler angle="degree"/>
+      <option timestep=".02" integrator="implicitfast"><flag island="disable" warmstart="disable"/></option>
       <asset><texture name="sky" type="skybox" builtin="flat" rgb1="1 1 1" width="8" height="8"/>
         <texture name="tiles" type="2d" builtin="checker" rgb1=".86 .88 .9" rgb2=".78 .8 .84"
           width="64" height="64"/>
         <material name="tiles" texture="tiles" texrepeat="1 1" texuniform="true"/></asset>
-      <visual><headlight ambient=".45 .45 .45" diffuse=".5 .5 .5" specular="0 0 0"/>
-        <global offwidth="1280" offheight="1280"/></visual>""" if plain else ""
-    return mujoco.MjModel.from_xml_string(f"""
-    <mujoco model="antmaze">
-      <compiler angle="degree"/>
-      <option timestep=".02" integrator="implicitfast">
-        <flag island="{'enable' if plain else 'disable'}" warmstart="{'enable' if plain else 'disable'}"/>
-      </option>{look}
+      <visual><headlight ambient=".45 .45 .45" diffuse=".5 .5 .5" specular="0 0 0"/></visual>
       <default>
         <joint type="hinge" armature="1" damping="1" limited="true" solreflimit=".04 1"/>
         <geom contype="0" conaffinity="{int(plain)}" condim="3" density="5" friction="1 .5 .5" margin=".01"
@@ -163,7 +159,7 @@ def build_model(free, start, plain=False):
       </default>
       <worldbody>
         <geom name="floor" type="plane" size="{2 * BLOCK * max(free.shape)} {2 * BLOCK * max(free.shape)} 1"
-          {'material="tiles"' if plain else ""}/>
+          material="tiles"/>
         {walls}
         <body name="torso" pos="0 0 .55" childclass="ant">
           <joint name="root" type="free" armature="0" damping="0" limited="false"/>
@@ -185,11 +181,10 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
     """N ants in lock-step, each alone in its own copy of the maze.
 
     Training loops use `obs`, `move` and `place` (no episodes); Gymnasium's `reset` and `step` add the goal
-    task: reward 1 and termination within GOAL_RADIUS of the goal, truncation after max_episode_steps, and
-    NEXT_STEP autoreset (the step after an episode's end ignores its action and returns the first observation
-    of the next). Results do not depend on num_threads.
+    task: reward 1 and termination within GOAL_RADIUS of the goal, truncation after max_episode_steps.
+    Results do not depend on num_threads.
     """
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": ["rgb_array"], "render_fps": 10}
+    metadata = gridworld.GridWorldVec.metadata
     obs_size, action_shape, defaults, no_opengl = 29, (8, 5), "ants", None
     # Network input is obs * obs_scale. Fixed, so that a checkpoint keeps its meaning: x, y to 0.6 per block,
     # height, quaternion and joint angles as they are, velocities to order 1.
@@ -200,9 +195,8 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
 
     def __init__(self, maze="antmaze1", num_envs=32, seed=0, num_threads=1, discrete=False,
                  max_episode_steps=1000, start="s0", render_mode=None):
-        gridworld.check_constructor(num_envs, seed, max_episode_steps, start, render_mode, num_threads)
-        self.num_envs, self.start, self.max_episode_steps = int(num_envs), start, max_episode_steps
-        self.render_mode, self._renderer = render_mode, None
+        gridworld.set_up(self, num_envs, seed, start, max_episode_steps, render_mode, num_threads)
+        self._renderer = None
         self._maze = maze if isinstance(maze, tuple) else gridworld.read_maze(str(maze), MAZES, MOST_BLOCKS)
         name, self.free, self.start_block, goal = self._maze
         self.name = name if name in MAZES else f"ant-{name}"
@@ -214,51 +208,46 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         self._warnings = self._batch.warning[:, :, 1]
         self._measure_maze(goal)
         # Beyond these bounds an ant has left the maze or its physics diverged; NaN fails the comparison too.
-        low, high = np.full(29, -1000.0), np.full(29, 1000.0)
-        low[:3] = self.corner[0], self.corner[1] - self.free.shape[0] * BLOCK, -0.5
-        high[:3] = self.corner[0] + self.free.shape[1] * BLOCK, self.corner[1], 3.5
-        self._bounds = low, high
+        (left, top), (right, bottom) = self.corner, self.far_corner
+        self._bounds = np.array([[left, bottom, -0.5] + [-1000] * 26, [right, top, 3.5] + [1000] * 26])
         self.diverged, self.last_diverged = 0, np.zeros(self.num_envs, bool)
-        self._steps, self._done = np.zeros(self.num_envs, np.int64), np.zeros(self.num_envs, bool)
         self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (29,), np.float32)
         self.single_action_space = (gymnasium.spaces.MultiDiscrete([5] * 8) if discrete
                                     else gymnasium.spaces.Box(-1.0, 1.0, (8,), np.float32))
-        self.observation_space = gymnasium.vector.utils.batch_space(
-            self.single_observation_space, self.num_envs)
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self.reset(seed=seed)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.reset()
 
     # ------------------------------------------------------------------------------------------- ground truth
     def _measure_maze(self, goal):
         """Positions, cells and geodesic distances from the blocks; coordinates (x, y), y up, s0 = (0, 0)."""
         row, column = self.start_block
         self.corner = np.array([-(column + 0.5) * BLOCK, (row + 0.5) * BLOCK])  # top left
+        self.far_corner = self.corner + np.multiply(self.free.shape[::-1], (BLOCK, -BLOCK))  # bottom right
         self.goal_xy = None if goal is None else np.array([goal[1] - column, row - goal[0]]) * BLOCK
 
         def split(parts):  # [H * parts, W * parts]: each block cut into parts x parts squares
             return np.kron(self.free, np.ones((int(parts), int(parts)), bool))
 
         def corners(squares):  # [H + 1, W + 1]: corners of squares whose four squares are all free
-            padded = np.pad(squares, 1)
-            return padded[1:, 1:] & padded[1:, :-1] & padded[:-1, 1:] & padded[:-1, :-1]
+            return scipy.ndimage.binary_erosion(np.pad(squares, 1), np.ones((2, 2)))[1:, 1:]
+
+        def numbers(mask):  # [H, W]: 0, 1, ... where mask is True, elsewhere the number of the nearest one
+            nearest = scipy.ndimage.distance_transform_edt(~mask, return_distances=False, return_indices=True)
+            return (np.cumsum(mask).reshape(mask.shape) - 1)[tuple(nearest)]
 
         # Geodesic graph: points 0.5 apart, at least 0.5 from any wall (a torso comes no closer than 0.25).
         nodes = corners(split(2 * BLOCK))
-        index = np.where(nodes, np.cumsum(nodes).reshape(nodes.shape) - 1, -1)
-        edges = []
+        self._node, size = numbers(nodes), (nodes.sum(), nodes.sum())
+        self._graph = scipy.sparse.csr_matrix(size)
+        here = np.argwhere(nodes[:-1, 1:-1]) + (0, 1)  # the rim is never free
         for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
-            here = np.argwhere(nodes[:-1, 1:-1]) + (0, 1)  # the rim is never free
             there = here + (down, right)
             both = nodes[tuple(there.T)]
             both &= nodes[here[:, 0], there[:, 1]] & nodes[there[:, 0], here[:, 1]]  # diagonals cut no corner
-            here, there = here[both], there[both]
-            edges.append((index[tuple(here.T)], index[tuple(there.T)],
-                          np.full(len(here), 0.5 * np.hypot(down, right))))
-        source, target, length = (np.concatenate(part) for part in zip(*edges))
-        self._graph = scipy.sparse.csr_matrix((length, (source, target)), shape=(nodes.sum(),) * 2)
-        nearest = scipy.ndimage.distance_transform_edt(~nodes, return_distances=False, return_indices=True)
-        self._node = index[tuple(nearest)]
-        self._from_node = {}
+            ends = self._node[tuple(here[both].T)], self._node[tuple(there[both].T)]
+            length = np.full(both.sum(), 0.5 * np.hypot(down, right))
+            self._graph += scipy.sparse.csr_matrix((length, ends), size)
 
         # Positional states for the pictures: whole units, at least 1 from any wall, so that the legs fit too.
         fits = np.argwhere(corners(split(BLOCK)))
@@ -266,9 +255,8 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         self.truth_obs = np.tile(RESET_POSE, (len(fits), 1)).astype(np.float32)
         self.truth_obs[:, :2] = self.truth_xy
         truth_nodes = self._nearest_node(self.truth_xy)
-        self.distance = np.concatenate([
-            scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=part)[:, truth_nodes]
-            .astype(np.float32) for part in np.array_split(truth_nodes, -(-len(truth_nodes) // 500))])
+        self.distance = scipy.sparse.csgraph.dijkstra(  # [S, S]
+            self._graph, directed=False, indices=truth_nodes)[:, truth_nodes].astype(np.float32)
         self.start_index = int(np.linalg.norm(self.truth_xy, axis=1).argmin())
         self.goal_index = (None if goal is None
                            else int(np.linalg.norm(self.truth_xy - self.goal_xy, axis=1).argmin()))
@@ -276,8 +264,7 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         cells = split(BLOCK)
         self.num_cells = int(cells.sum())
         self.cell_xy = self.corner + (np.argwhere(cells)[:, ::-1] + 0.5) * (1, -1)
-        nearest = scipy.ndimage.distance_transform_edt(~cells, return_distances=False, return_indices=True)
-        self._cell = (np.cumsum(cells).reshape(cells.shape) - 1)[tuple(nearest)]
+        self._cell = numbers(cells)
         self.cell_distance = self.geodesic(self.cell_xy, np.zeros(2))
         # Free-space sampler: quarter-unit squares at least 1 from any wall, where no reset pose touches one.
         squares = scipy.ndimage.binary_erosion(split(4 * BLOCK), np.ones((3, 3)), iterations=4)
@@ -289,10 +276,9 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
 
     def geodesic(self, xy_a, xy_b):
         """Shortest way between xy_a [n, 2] and xy_b [2] -> [n] float32, both rounded to the 0.5 grid."""
-        node = int(self._nearest_node(np.reshape(xy_b, (1, 2)))[0])
-        if node not in self._from_node:
-            self._from_node[node] = scipy.sparse.csgraph.dijkstra(self._graph, directed=False, indices=node)
-        return self._from_node[node][self._nearest_node(xy_a)].astype(np.float32)
+        distance = scipy.sparse.csgraph.dijkstra(
+            self._graph, directed=False, indices=self._nearest_node(xy_b))
+        return distance[self._nearest_node(xy_a)].astype(np.float32)
 
     def laplacian_eigenvectors(self, count):
         """The `count` smallest eigenvalues [count] of the maze's Laplacian and its eigenfunctions at the
@@ -325,27 +311,25 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         if actions.dtype.kind in "iu":
             if actions.min() < 0 or actions.max() > 4:
                 raise UsageError(f"actions must be indices 0..4, got {actions.min()}..{actions.max()}")
-            self._ctrl[:] = actions / 2 - 1  # the paper's 5 equally spaced torques: -1, -0.5, 0, 0.5, 1
-        elif actions.dtype.kind == "f":
-            if not np.isfinite(actions).all():
-                raise UsageError("actions must be finite, got NaN or infinity")
-            self._ctrl[:] = actions
-        else:
+            actions = actions / 2 - 1  # the paper's 5 equally spaced torques: -1, -0.5, 0, 0.5, 1
+        elif actions.dtype.kind != "f":
             raise UsageError(f"actions must be integers 0..4 or floats in [-1, 1], got dtype {actions.dtype}")
-        failed = ()
+        elif not np.isfinite(actions).all():
+            raise UsageError("actions must be finite, got NaN or infinity")
+        self._ctrl[:] = actions
+        failed = []
         try:
             self._batch.step(nstep=5)
         except mujoco.batch.SimulationError as error:
-            failed = error.ids
+            failed = list(error.ids)
         low, high = self._bounds
         good = ((self._physics > low) & (self._physics < high)).all(1)
         column, row = ((self._physics[good, :2] - self.corner) * (1 / BLOCK, -1 / BLOCK)).astype(int).T
         good[good] = self.free[row, column]
-        self.last_diverged = ~good
-        self.last_diverged[list(failed)] = True
-        if self._warnings.any():  # MuJoCo resets a diverged simulation by itself; only its counter tells
-            self.last_diverged |= self._warnings.any(1)
-            self._warnings[:] = 0
+        # MuJoCo resets a diverged simulation by itself; only its counter tells.
+        self.last_diverged = ~good | self._warnings.any(1)
+        self.last_diverged[failed] = True
+        self._warnings[:] = 0
         if self.last_diverged.any():
             self.diverged += int(self.last_diverged.sum())
             self.place(self.last_diverged, "s0")
@@ -364,13 +348,13 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
                 raise UsageError(f"where must be 's0', 'uniform' or states [n, 29], got {where!r}")
             states = np.tile(RESET_POSE, (count, 1))
             if where == "uniform":
-                square = self.np_random.integers(len(self._squares), size=count)
-                states[:, :2] = self._squares[square] + self.np_random.uniform(0, 0.25, (count, 2)) * (1, -1)
-                heading = self.np_random.uniform(-np.pi, np.pi, count)
+                square = self.rng.integers(len(self._squares), size=count)
+                states[:, :2] = self._squares[square] + self.rng.uniform(0, 0.25, (count, 2)) * (1, -1)
+                heading = self.rng.uniform(-np.pi, np.pi, count)
                 states[:, 3], states[:, 6] = np.cos(heading / 2), np.sin(heading / 2)
             # Gymnasium's Ant: uniform on positions, normal on velocities.
-            states[:, :15] += self.np_random.uniform(-0.1, 0.1, (count, 15))
-            states[:, 15:] += 0.1 * self.np_random.standard_normal((count, 14))
+            states[:, :15] += self.rng.uniform(-0.1, 0.1, (count, 15))
+            states[:, 15:] += 0.1 * self.rng.standard_normal((count, 14))
         else:
             states = np.asarray(where, np.float64).copy()
             if states.shape != (count, 29) or not np.isfinite(states).all():
@@ -379,9 +363,8 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         if (norm < 1e-6).any():
             raise UsageError("where must hold unit quaternions in columns 3:7, got zeros")
         states[:, 3:7] /= norm
-        rows = np.zeros((count, self._rows.shape[1]))
-        rows[:, 1:30] = states
-        self._rows[mask] = rows
+        self._rows[mask] = 0.0
+        self._physics[mask] = states
         self.obs = self._physics.astype(np.float32)
 
     def fallen(self):
@@ -390,9 +373,9 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
 
     def get_state(self):
         """All that the next step depends on, as plain arrays, numbers and strings."""
-        return {"rows": self._rows.copy(), "steps": self._steps.copy(), "done": self._done.copy(),
+        return {"rows": self._rows.copy(), "steps": self.elapsed.copy(), "done": self.autoreset.copy(),
                 "diverged": self.diverged, "last_diverged": self.last_diverged.copy(),
-                "rng": self.np_random.bit_generator.state}
+                "rng": self.rng.bit_generator.state}
 
     def set_state(self, state):
         """Continues bit for bit from get_state(); arrays may have become torch tensors."""
@@ -401,83 +384,64 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
             raise UsageError(f"the stored state has rows of shape {rows.shape}, not {self._rows.shape}; "
                              "same num_envs?")
         self._rows[:] = rows
-        self._steps, self._done = np.asarray(state["steps"]).copy(), np.asarray(state["done"]).copy()
+        self.elapsed, self.autoreset = np.asarray(state["steps"]).copy(), np.asarray(state["done"]).copy()
         self.diverged, self.last_diverged = int(state["diverged"]), np.asarray(state["last_diverged"]).copy()
-        self.np_random.bit_generator.state = state["rng"]
+        self.rng.bit_generator.state = state["rng"]
         self.obs = self._physics.astype(np.float32)
 
     # ---------------------------------------------------------------------------------------------- Gymnasium
     def reset(self, *, seed=None, options=None):
-        """Options: {"start": "s0", "uniform" or states [n, 29]}, {"reset_mask": bool [N]}."""
-        super().reset(seed=None if seed is None else int(seed))
-        options = options or {}
-        mask = np.asarray(options.get("reset_mask", np.ones(self.num_envs, bool)))
-        self.place(mask, options.get("start", self.start))
-        self._steps[mask], self._done[mask] = 0, False
-        return self.obs, {}
+        return gridworld.goal_reset(self, seed, options)
 
     def step(self, actions):
         """-> obs [N, 29], reward [N], terminated [N], truncated [N], info: is_success and diverged [N]."""
-        fresh = self._done
         self.move(actions)
-        if fresh.any():
-            self.place(fresh, self.start)
-        self._steps = np.where(fresh, 0, self._steps + 1)
-        if self.goal_xy is None:
-            reached = np.zeros(self.num_envs, bool)
-        else:
-            reached = (np.linalg.norm(self._physics[:, :2] - self.goal_xy, axis=1) <= GOAL_RADIUS) & ~fresh
-        truncated = ((self._steps >= self.max_episode_steps) | self.last_diverged) & ~reached & ~fresh
-        self._done = reached | truncated
-        every = np.ones(self.num_envs, bool)
-        info = {"is_success": reached.copy(), "_is_success": every,
-                "diverged": self.last_diverged, "_diverged": every}
-        return self.obs, reached.astype(np.float64), reached, truncated, info
+        reached = np.zeros(self.num_envs, bool)
+        if self.goal_xy is not None:
+            reached = np.linalg.norm(self._physics[:, :2] - self.goal_xy, axis=1) <= GOAL_RADIUS
+        diverged, every = self.last_diverged, np.ones(self.num_envs, bool)
+        obs, reward, terminated, truncated = gridworld.goal_step(self, reached, diverged)
+        return obs, reward, terminated, truncated, {
+            "is_success": terminated.copy(), "_is_success": every, "diverged": diverged, "_diverged": every}
 
     def render(self):
         """A picture [480, 480, 3] of each ant in its maze."""
         if self.render_mode is None:
             return None
+        if self._renderer is None and AntMazeVec.no_opengl is None:
+            try:
+                model = build_model(self.free, self.start_block, plain=True)
+                self._renderer = mujoco.Renderer(model, 480, 480)
+            except Exception as error:  # each GL backend fails in its own way, and a second try may abort
+                AntMazeVec.no_opengl = str(error)
         if self._renderer is None:
-            model = build_model(self.free, self.start_block, plain=True)
-            if AntMazeVec.no_opengl is None:
-                try:
-                    self._renderer = mujoco.Renderer(model, 480, 480)
-                except Exception as error:  # each GL backend fails in its own way, and a second try may abort
-                    AntMazeVec.no_opengl = str(error)
-            if self._renderer is None:
-                raise UsageError(f"rendering needs OpenGL ({AntMazeVec.no_opengl}); "
-                                 "set MUJOCO_GL=egl or osmesa")
-            self._render_data = mujoco.MjData(model)
-        camera = mujoco.MjvCamera()
-        camera.lookat[:2] = self.corner + np.array([self.free.shape[1], -self.free.shape[0]]) * BLOCK / 2
+            raise UsageError(f"rendering needs OpenGL ({AntMazeVec.no_opengl}); "
+                             "set MUJOCO_GL=egl or osmesa")
+        data, camera = mujoco.MjData(self._renderer.model), mujoco.MjvCamera()
+        camera.lookat[:2] = (self.corner + self.far_corner) / 2
         camera.distance, camera.azimuth, camera.elevation = 1.3 * BLOCK * max(self.free.shape), 90, -70
         frames = []
         for state in self._physics:
-            self._render_data.qpos[:] = state[:15]
-            mujoco.mj_forward(self._renderer.model, self._render_data)
-            self._renderer.update_scene(self._render_data, camera)
+            data.qpos[:] = state[:15]
+            mujoco.mj_forward(self._renderer.model, data)
+            self._renderer.update_scene(data, camera)
             frames.append(self._renderer.render())
         return tuple(frames)
 
     def close_extras(self, **kwargs):
         if self._renderer is not None:
             self._renderer.close()
-            self._renderer = None
 
     # ------------------------------------------------------------------------------------------------ drawing
     def draw(self, ax, values=None):
         """The maze from above: walls grey, s0 red, goal green; `values` [S] as colours (default distance)."""
-        left, top = self.corner
-        ax.imshow(~self.free, cmap="Greys", vmin=0, vmax=1.6, zorder=0, interpolation="nearest", extent=(
-            left, left + self.free.shape[1] * BLOCK, top - self.free.shape[0] * BLOCK, top))
+        (left, top), (right, bottom) = self.corner, self.far_corner
+        ax.imshow(~self.free, cmap="Greys", vmin=0, vmax=1.6, interpolation="nearest",
+                  extent=(left, right, bottom, top))
+        ax.scatter(*self.truth_xy.T, c=self.distance[self.start_index] if values is None else values, s=5)
         if self.goal_xy is not None:
-            angle = np.linspace(0, 2 * np.pi, 60)
-            ax.fill(*(self.goal_xy + GOAL_RADIUS * np.stack([np.cos(angle), np.sin(angle)], axis=1)).T,
-                    color="tab:green", alpha=0.35, lw=0, zorder=3)
-        values = self.distance[self.start_index] if values is None else values
-        ax.scatter(*self.truth_xy.T, c=values, cmap="viridis", s=5, zorder=2)
-        ax.plot(0, 0, "o", color="red", ms=6, zorder=5)
+            ax.add_patch(Circle(self.goal_xy, GOAL_RADIUS, color="tab:green", alpha=0.35, lw=0))
+        gridworld.mark_ends(ax, self, self.truth_xy)
         ax.set(aspect="equal", xticks=[], yticks=[])
 
     def draw_skills(self, path, policy, omega, steps):
@@ -496,36 +460,14 @@ class AntMazeVec(gymnasium.vector.VectorEnv):
         traces = [env.obs[:, :2]]
         for _ in range(steps):
             cumulative = policy(env.obs, skill).cumsum(-1)
-            actions = (env.np_random.random((len(skill), 8, 1)) > cumulative[..., :-1]).sum(-1)
+            actions = (env.rng.random((len(skill), 8, 1)) > cumulative[..., :-1]).sum(-1)
             traces.append(env.move(actions)[:, :2])
         return np.stack(traces, axis=1).reshape(count, len(starts), -1, 2)
 
 
-class AntMazeEnv(gymnasium.Env):
+class AntMazeEnv(gridworld.GridWorldEnv):
     """One ant without a time limit: gymnasium.make adds it. Arguments as AntMazeVec without num_envs."""
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
-
-    def __init__(self, maze="antmaze1", render_mode=None, **kwargs):
-        self.vec = AntMazeVec(maze, num_envs=1, render_mode=render_mode, max_episode_steps=math.inf, **kwargs)
-        self.render_mode = render_mode
-        self.observation_space = self.vec.single_observation_space
-        self.action_space = self.vec.single_action_space
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.vec.reset(seed=seed, options=options)[0][0], {}
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = self.vec.step(np.asarray(action)[None])
-        info = {name: bool(info[name][0]) for name in ("is_success", "diverged")}
-        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
-
-    def render(self):
-        frames = self.vec.render()
-        return frames and frames[0]
-
-    def close(self):
-        self.vec.close()
+    kind = AntMazeVec
 
 
 for _id, _maze in (("AntMaze1", "antmaze1"), ("AntMaze2", "antmaze2"), ("AntMazeLarge", "antmaze-large")):
@@ -536,9 +478,6 @@ for _id, _maze in (("AntMaze1", "antmaze1"), ("AntMaze2", "antmaze2"), ("AntMaze
 # ------------------------------------------------------------------------------ every environment by its name
 def check_environment(env, num_envs, name):
     """Refuses an environment that is not as README's "Your own environment" says, naming the first thing."""
-    def whole(value, low):
-        return isinstance(value, (int, np.integer)) and value >= low
-
     def observations(array, count):  # indices [count] below obs_size, or float32 [count, obs_size]
         if env.obs_scale is None:
             return array.shape == (count,) and array.dtype.kind in "iu" and not (array // env.obs_size).any()
@@ -629,19 +568,15 @@ def benchmark(maze, seed, rounds=7, seconds=0.3):
 
     The contenders take turns, so that a busy machine slows all alike; the fastest round of each counts.
     """
-    def sync(env_id, package="gymnasium"):
-        gymnasium.register_envs(importlib.import_module(package))
-        return gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id)] * 32)
-
     ours, rng = AntMazeVec(maze, 32, seed), np.random.default_rng(seed)
     index = rng.integers(0, 5, (100, 32, 8))
     torques = (index / 2 - 1).astype(np.float32)
     timed = {"antmaze.py": (ours.move, index),
              "mujoco.batch, same model": (bare_loop(ours.model, 32, 1, seed)[0], torques)}
     for name, build in (
-            ("gymnasium Ant-v5, Sync (no maze)", lambda: sync("Ant-v5")),
+            ("gymnasium Ant-v5, Sync (no maze)", lambda: gymnasium.make_vec("Ant-v5", 32, "sync")),
             ("gymnasium-robotics AntMaze_UMaze, Sync",
-             lambda: sync("AntMaze_UMaze-v5", "gymnasium_robotics")),
+             lambda: gymnasium.make_vec("gymnasium_robotics:AntMaze_UMaze-v5", 32, "sync")),
             ("envpool Ant-v5 (no maze)", lambda: importlib.import_module("envpool").make_gymnasium(
                 "Ant-v5", num_envs=32, num_threads=1, seed=seed))):
         try:

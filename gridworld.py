@@ -39,6 +39,7 @@ import scipy.stats
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
 from matplotlib.figure import Figure
 
 ROOMS = 10 * "." + "#" + 10 * "."  # a row of two rooms side by side
@@ -65,17 +66,16 @@ class UsageError(ValueError):
 
 def default(table, name):
     """What --help shows as the default of a field that depends on --env or on another argument."""
-    known = {key: values[name] for key, values in table.items() if name in values}
-    return tyro.conf.arg(help_behavior_hint="(default: " + ", ".join(
-        f"{key} {value}" for key, value in known.items()) + ")")
+    known = ", ".join(f"{key} {values[name]}" for key, values in table.items() if name in values)
+    return tyro.conf.arg(help_behavior_hint=f"(default: {known})")
 
 
 def check_ranges(args, ranges):
     """Every number of a dataclass within (low, high), both included; None and fields without a range pass."""
     for name, (low, high) in ranges.items():
         value = getattr(args, name, None)
-        for number in value if isinstance(value, tuple) else () if value is None else (value,):
-            if not low <= number <= high:  # NaN fails too
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not low <= number <= high:  # NaN fails too
                 raise UsageError(f"--{name.replace('_', '-')} is {number}; "
                                  f"use a number from {low:g} to {high:g}")
 
@@ -94,8 +94,7 @@ def guarded(main):
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        print(end="", flush=True)
     except KeyboardInterrupt:
         print(f"\n{script}: interrupted; a training continues with --resume", file=sys.stderr)
         sys.exit(130)
@@ -197,11 +196,12 @@ def read_maze(maze, built_in, most):
 
 
 # ------------------------------------------------------------------------------------------------ environment
-def check_constructor(num_envs, seed, max_episode_steps, start, render_mode, num_threads=1):
-    """What the vector environments of both domains refuse."""
-    def whole(value, low, high):
-        return isinstance(value, (int, np.integer)) and low <= value <= high
+def whole(value, low, high=math.inf):
+    return isinstance(value, (int, np.integer)) and low <= value <= high
 
+
+def set_up(env, num_envs, seed, start, max_episode_steps, render_mode, num_threads=1):
+    """What the constructors of both domains refuse, and what they keep."""
     for name, value, fits, use in (
             ("num_envs", num_envs, whole(num_envs, 1, 2**20), f"an integer from 1 to {2**20}"),
             ("num_threads", num_threads, whole(num_threads, 1, 1024), "an integer from 1 to 1024"),
@@ -211,6 +211,39 @@ def check_constructor(num_envs, seed, max_episode_steps, start, render_mode, num
             ("render_mode", render_mode, render_mode in (None, "rgb_array"), "None or 'rgb_array'")):
         if not fits:
             raise UsageError(f"{name} is {value!r}; use {use}")
+    env.num_envs, env.start, env.max_episode_steps = int(num_envs), start, max_episode_steps
+    env.render_mode, env.rng = render_mode, np.random.default_rng(seed)
+    env.elapsed, env.autoreset = np.zeros(num_envs, dtype=np.int64), np.zeros(num_envs, dtype=bool)
+
+
+def goal_reset(env, seed, options):
+    """`reset` of both domains. Options: {"start": "s0", "uniform" or states}, {"reset_mask": bool [N]}."""
+    options = options or {}
+    if seed is not None:
+        env.rng = np.random.default_rng(seed)
+    mask = np.asarray(options.get("reset_mask", np.ones(env.num_envs, dtype=bool)))
+    if mask.shape != (env.num_envs,) or mask.dtype != bool:
+        raise UsageError(f"reset_mask has shape {mask.shape} and type {mask.dtype}; "
+                         f"use bool [{env.num_envs}]")
+    env.place(mask, options.get("start", env.start))
+    env.elapsed[mask] = 0
+    env.autoreset[mask] = False
+    return env.obs.copy(), {}
+
+
+def goal_step(env, reached, failed=False):
+    """`step` of both domains after its move -> obs, reward, terminated, truncated; reached, failed [N] bool.
+
+    NEXT_STEP autoreset: the step after an episode's end ignores its action and begins the next episode.
+    """
+    fresh = env.autoreset
+    if fresh.any():
+        env.place(fresh, env.start)
+    env.elapsed = np.where(fresh, 0, env.elapsed + 1)
+    reached = reached & ~fresh
+    truncated = ((env.elapsed >= env.max_episode_steps) | failed) & ~reached & ~fresh
+    env.autoreset = reached | truncated
+    return env.obs.copy(), reached.astype(np.float64), reached, truncated
 
 
 class GridWorldVec(VectorEnv):
@@ -225,24 +258,20 @@ class GridWorldVec(VectorEnv):
 
     def __init__(self, maze="umaze", num_envs=1, seed=None, *, start="s0", max_episode_steps=100,
                  render_mode=None):
-        check_constructor(num_envs, seed, max_episode_steps, start, render_mode)
-        self.num_envs, self.start, self.max_episode_steps, self.render_mode = (
-            num_envs, start, max_episode_steps, render_mode)
+        set_up(self, num_envs, seed, start, max_episode_steps, render_mode)
         self.name, self.free, start_cell, goal_cell = read_maze(maze, MAZES, MOST_STATES)
-        index = np.full(self.free.shape, -1)
-        index[self.free] = np.arange(self.free.sum())
-        self.num_states = int(self.free.sum())
         rows, columns = np.nonzero(self.free)
+        self.num_states = len(rows)
         self.truth_obs = np.arange(self.num_states)
+        index = np.full(self.free.shape, -1)
+        index[self.free] = self.truth_obs
         self.truth_xy = np.stack([columns + 1, len(self.free) - rows], axis=1)  # [S, 2]
         self.start_index = int(index[start_cell])
         self.goal_index = None if goal_cell is None else int(index[goal_cell])
 
-        self.next_state = np.empty((self.num_states, 4), dtype=np.int64)  # [S, 4]
-        padded = np.pad(index, 1, constant_values=-1)
-        for action, (dx, dy) in enumerate(MOVES):
-            target = padded[rows + 1 - dy, columns + 1 + dx]
-            self.next_state[:, action] = np.where(target < 0, self.truth_obs, target)
+        right, up = MOVES.T
+        target = np.pad(index, 1, constant_values=-1)[rows[:, None] + 1 - up, columns[:, None] + 1 + right]
+        self.next_state = np.where(target < 0, self.truth_obs[:, None], target)  # [S, 4]
         edges = np.repeat(self.truth_obs, 4), self.next_state.ravel()
         adjacency = scipy.sparse.csr_matrix((np.ones(4 * self.num_states), edges), (self.num_states,) * 2)
         self.distance = scipy.sparse.csgraph.shortest_path(  # [S, S]
@@ -254,12 +283,9 @@ class GridWorldVec(VectorEnv):
 
         self.single_observation_space = gymnasium.spaces.Discrete(self.num_states)
         self.single_action_space = gymnasium.spaces.Discrete(4)
-        self.observation_space = gymnasium.spaces.MultiDiscrete(np.full(num_envs, self.num_states))
-        self.action_space = gymnasium.spaces.MultiDiscrete(np.full(num_envs, 4))
-        self.rng = np.random.default_rng(seed)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
         self.obs = np.full(num_envs, self.start_index)
-        self.elapsed = np.zeros(num_envs, dtype=np.int64)
-        self.autoreset = np.zeros(num_envs, dtype=bool)
 
     # ---------------------------------------------------------------------------------- episode-free dynamics
     def move(self, actions):
@@ -302,46 +328,26 @@ class GridWorldVec(VectorEnv):
 
     # ---------------------------------------------------------------------------------- Gymnasium's goal task
     def reset(self, *, seed=None, options=None):
-        """Options: {"start": "s0", "uniform" or states}, {"reset_mask": bool [N]}."""
-        options = options or {}
-        if seed is not None:
-            self.rng = np.random.default_rng(seed)
-        mask = np.asarray(options.get("reset_mask", np.ones(self.num_envs, dtype=bool)))
-        if mask.shape != (self.num_envs,) or mask.dtype != bool:
-            raise UsageError(f"reset_mask has shape {mask.shape} and type {mask.dtype}; "
-                             f"use bool [{self.num_envs}]")
-        self.place(mask, options.get("start", self.start))
-        self.elapsed[mask] = 0
-        self.autoreset[mask] = False
-        return self.obs.copy(), {}
+        return goal_reset(self, seed, options)
 
     def step(self, actions):
         actions = np.asarray(actions)
         if (actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu"
                 or not (actions // 4 == 0).all()):
             raise UsageError(f"actions must be {self.num_envs} integers in 0..3")
-        done = self.autoreset  # these begin anew: their action is ignored
-        self.move(actions)
-        if done.any():
-            self.place(done, self.start)
-        self.elapsed = np.where(done, 0, self.elapsed + 1)
-        terminated = (self.obs == self.goal_index) & ~done
-        truncated = (self.elapsed >= self.max_episode_steps) & ~terminated & ~done
-        self.autoreset = terminated | truncated
-        return self.obs.copy(), terminated.astype(np.float64), terminated, truncated, {}
+        return *goal_step(self, self.move(actions) == self.goal_index), {}
 
     def render(self):
         """A picture [H * 16, W * 16, 3] for each agent: walls grey, the goal green, the agent red."""
-        colours = np.where(self.free[..., None], 255, 90).astype(np.uint8).repeat(3, axis=2)
-        pictures = []
-        for state in self.obs:
-            picture = colours.copy()
-            for index, colour in ((self.goal_index, (60, 180, 75)), (state, (214, 39, 40))):
-                if index is not None:
-                    x, y = self.truth_xy[index]
-                    picture[len(picture) - y, x - 1] = colour
-            pictures.append(picture.repeat(16, axis=0).repeat(16, axis=1))
-        return tuple(pictures) if self.render_mode else None
+        if self.render_mode is None:
+            return None
+        cells = np.full((self.num_envs, self.num_states, 3), 255)
+        if self.goal_index is not None:
+            cells[:, self.goal_index] = 60, 180, 75
+        cells[range(self.num_envs), self.obs] = 214, 39, 40
+        pictures = np.full((self.num_envs, *self.free.shape, 3), 90, dtype=np.uint8)
+        pictures[:, self.free] = cells
+        return tuple(pictures.repeat(16, axis=1).repeat(16, axis=2))
 
     # ------------------------------------------------------------------------------------- exact ground truth
     def transition_matrix(self, policy):
@@ -377,12 +383,10 @@ class GridWorldVec(VectorEnv):
         values = self.distance[self.start_index] if values is None else values
         height, width = self.free.shape
         picture = np.full(self.free.shape, np.nan)
-        picture[height - self.truth_xy[:, 1], self.truth_xy[:, 0] - 1] = values
+        picture[self.free] = values
         colours = matplotlib.colormaps["viridis"].with_extremes(bad="black")
         ax.imshow(picture, cmap=colours, extent=(0.5, width + 0.5, 0.5, height + 0.5))
-        for index, colour in ((self.goal_index, "limegreen"), (self.start_index, "red")):
-            if index is not None:
-                ax.plot(*self.truth_xy[index], "o", color=colour, markersize=6)
+        mark_ends(ax, self, self.truth_xy)
         ax.set(xticks=(1, width), yticks=(1, height))
 
     def draw_skills(self, path, policy, omega, steps):
@@ -392,13 +396,12 @@ class GridWorldVec(VectorEnv):
         """
         moved = self.truth_xy[self.next_state] - self.truth_xy[:, None]  # [S, 4, 2]
         shown = (self.truth_xy % 2 == 1).all(1)
-        columns, (height, width) = (len(omega) + 1) // 2, self.free.shape
-        figure = Figure(figsize=(3.2 * columns + 1, min(20.0, max(3.0, 6.6 * height / width)) + 0.6),
-                        layout="constrained")
+        columns = -(-len(omega) // 2)
+        figure = Figure(figsize=(3.2 * columns + 1, 7), layout="constrained")
         axes = figure.subplots(2, columns, squeeze=False)
         for skill, (ax, delta) in enumerate(zip(axes.ravel(), omega)):
-            step = np.einsum(
-                "sa,sad->sd", policy(self.truth_obs, np.full(self.num_states, skill))[:, 0], moved)
+            chosen = policy(self.truth_obs, np.full(self.num_states, skill))[:, 0]
+            step = np.einsum("sa,sad->sd", chosen, moved)
             self.draw(ax, np.zeros(self.num_states))
             ax.images[0].set_cmap(matplotlib.colors.ListedColormap(["white"]).with_extremes(bad="0.6"))
             length = np.linalg.norm(step, axis=1, keepdims=True)
@@ -412,28 +415,34 @@ class GridWorldVec(VectorEnv):
 
 
 class GridWorldEnv(gymnasium.Env):
-    """One agent on the goal task of a maze, without a time limit of its own: gymnasium.make adds it."""
+    """One agent on the goal task of a maze, without a time limit: gymnasium.make adds it. Arguments as those
+    of `kind` without num_envs."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    kind = GridWorldVec
 
-    def __init__(self, maze="umaze", render_mode=None, **kwargs):
-        self.vec = GridWorldVec(maze, 1, max_episode_steps=math.inf, render_mode=render_mode, **kwargs)
-        self.observation_space, self.action_space = (
-            self.vec.single_observation_space, self.vec.single_action_space)
+    def __init__(self, *maze, render_mode=None, **kwargs):
+        self.vec = self.kind(*maze, num_envs=1, max_episode_steps=math.inf, render_mode=render_mode, **kwargs)
+        self.observation_space = self.vec.single_observation_space
+        self.action_space = self.vec.single_action_space
         self.render_mode = render_mode
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         obs, info = self.vec.reset(seed=seed, options=options)
-        return int(obs[0]), info
+        return obs[0], info
 
     def step(self, action):
-        obs, reward, terminated, truncated, info = self.vec.step(np.array([action]))
-        return int(obs[0]), float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
+        obs, reward, terminated, truncated, info = self.vec.step(np.asarray(action)[None])
+        info = {name: bool(value[0]) for name, value in info.items() if name[0] != "_"}
+        return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
 
     def render(self):
         pictures = self.vec.render()
         return pictures and pictures[0]
+
+    def close(self):
+        self.vec.close()
 
 
 for _id, _maze in (("UMaze", "umaze"), ("TMaze", "tmaze"), ("4Rooms", "4rooms")):
@@ -495,10 +504,7 @@ def load_checkpoint(path, scripts):
 
 def rebuild(path, checkpoint, kind, make_env):
     """(args, env) of a checkpoint, args a `kind`; refuses one whose environment has changed since."""
-    try:
-        args = kind(**checkpoint["args"])
-    except TypeError:
-        raise UsageError(f"{path} is of another version of the script; use that version") from None
+    args = kind(**checkpoint["args"])
     env = make_env(args.env)
     if env.name != checkpoint["env_name"]:
         raise UsageError(f"{path} was trained on {checkpoint['env_name']}, and {args.env} is {env.name} now")
@@ -512,8 +518,8 @@ def load_state(path, load):
     except UsageError:
         raise
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{path} does not fit this version or this environment "
-                         f"({type(error).__name__})") from None
+        raise UsageError(f"{path} does not fit this version of the script or this environment "
+                         f"({type(error).__name__}); use those it was made with") from None
 
 
 def restore_run(run, checkpoint):
@@ -677,13 +683,21 @@ def coverage(run, env):
     return row
 
 
+def mark_ends(ax, env, points):
+    """s0 red and the goal green; points [S, 2] of the states."""
+    for index, colour, label in ((getattr(env, "goal_index", None), "limegreen", "goal"),
+                                 (env.start_index, "red", "start s0")):
+        if index is not None:
+            ax.plot(*points[index], "o", color=colour, markersize=6, zorder=3, label=label)
+
+
 def draw_truth(ax, env):
     """The states whose phi is drawn, in the same colours: the maze, or a scatter of any other environment."""
     if hasattr(env, "draw"):
         env.draw(ax)
     else:
-        ax.scatter(*env.truth_xy.T, c=truth_colours(env), s=8, cmap="viridis")
-        ax.plot(*env.truth_xy[env.start_index], "o", color="red", markersize=6)
+        ax.scatter(*env.truth_xy.T, c=truth_colours(env), s=8)
+        mark_ends(ax, env, env.truth_xy)
     ax.set_title(TITLES.get(env.name, env.name), fontsize=9)
 
 
@@ -695,14 +709,9 @@ def truth_colours(env):
 def draw_phi(ax, env, phi, title=None):
     """First two dimensions of phi [S, d], coloured by distance from s0; equal axes, s0 red, goal green."""
     phi = np.pad(phi, ((0, 0), (0, max(0, 2 - phi.shape[1]))))[:, :2]
-    points = ax.scatter(*phi.T, c=truth_colours(env), s=8, cmap="viridis")
-    for index, colour in ((getattr(env, "goal_index", None), "limegreen"), (env.start_index, "red")):
-        if index is not None:
-            ax.plot(*phi[index], "o", color=colour, markersize=6)
-    low, high = phi.min(0), phi.max(0)
-    (x, y), half = (low + high) / 2, 0.55 * max(*(high - low), 1e-9)  # a square: equal axes cut nothing off
-    ax.set(xlim=(x - half, x + half), ylim=(y - half, y + half))
-    ax.set_aspect("equal")
+    points = ax.scatter(*phi.T, c=truth_colours(env), s=8)
+    mark_ends(ax, env, phi)
+    ax.set(box_aspect=1, aspect="equal", adjustable="datalim")
     ax.tick_params(labelsize=7)
     ax.set_title(title, fontsize=9)
     return points
@@ -715,21 +724,17 @@ def draw_representation(path, env, phi, score):
     draw_truth(left, env)
     points = draw_phi(right, env, phi, "phi")
     figure.colorbar(points, ax=right, label="x" if env.distance is None else "distance from s0")
-    colours = {"start s0": "red"}
-    if getattr(env, "goal_index", None) is not None:
-        colours["goal"] = "limegreen"
-    legend = [matplotlib.lines.Line2D([], [], marker="o", ls="", color=colour) for colour in colours.values()]
-    figure.legend(legend, colours, loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(score, fontsize=9)
     figure.savefig(path, dpi=110)
 
 
 def draw_phis(path, rows, across=False):
     """The maze and pictures of phi for each (env, [(title, phi [S, d])]): a row, or `across` a column."""
-    columns = 1 + max(len(entries) for _, entries in rows)
-    size = (2.2 * len(rows), 2.3 * columns) if across else (2.3 * columns, 2.4 * len(rows))
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(*((columns, len(rows)) if across else (len(rows), columns)), squeeze=False)
+    shape = len(rows), 1 + max(len(entries) for _, entries in rows)
+    height, width = shape[::-1] if across else shape
+    figure = Figure(figsize=(2.3 * width, 2.4 * height), layout="constrained")
+    grid = figure.subplots(height, width, squeeze=False)
     for axes, (env, entries) in zip(grid.T if across else grid, rows):
         draw_truth(axes[0], env)
         for ax in axes[1 + len(entries):]:
@@ -759,32 +764,29 @@ CURVES = ("rollout/skill_reward", "rollout/high_return", "rollout/fallen", "loss
 def draw_curves(path, runs):
     """Scores, rewards and losses over environment steps; runs {label: [metrics.csv rows of each seed]}.
 
-    A colour per label and a line per seed; with several seeds their mean is thick.
+    A colour per label, a thin line per seed, and their mean.
     """
     found = dict.fromkeys(key for seeds in runs.values() for seed in seeds for row in seed for key in row)
     names = [name for name in found if name.startswith("eval/") or name in CURVES]
     if not names:
         raise UsageError("the runs have logged nothing that is drawn; train longer")
     rows = -(-len(names) // 4)
-    figure = Figure(figsize=(13, 2.3 * rows + 0.7))
-    figure.subplots_adjust(0.04, 0.6 / (2.3 * rows + 0.7), 0.99, 0.95, 0.2, 0.35)
-    axes = figure.subplots(rows, 4, squeeze=False).ravel()
-    for ax in axes[len(names):]:
-        ax.axis("off")
-    for ax, name in zip(axes, names):
+    figure = Figure(figsize=(13, 2.3 * rows + 0.7), layout="constrained")
+    for place, name in enumerate(names, 1):
+        ax = figure.add_subplot(rows, 4, place)
         for colour, seeds in enumerate(runs.values()):
             curves = [[(row["env_steps"], row[name]) for row in seed if name in row] for seed in seeds]
-            curves = [np.array(curve, dtype=float) for curve in curves if curve]
+            curves = [np.array(curve) for curve in curves if curve]
             for curve in curves:
-                ax.plot(*curve.T, color=f"C{colour}", lw=0.8 if len(curves) > 1 else 1.5, alpha=0.6)
-            if len(curves) > 1:
+                ax.plot(*curve.T, color=f"C{colour}", lw=0.8, alpha=0.6)
+            if curves:
                 length = min(map(len, curves))
-                ax.plot(*np.mean([curve[:length] for curve in curves], axis=0).T, color=f"C{colour}", lw=2)
+                ax.plot(*np.mean([curve[:length] for curve in curves], axis=0).T, color=f"C{colour}")
         ax.set_title(name, fontsize=8)
         ax.tick_params(labelsize=6)
         ax.grid(alpha=0.3)
     lines = [matplotlib.lines.Line2D([], [], color=f"C{colour}") for colour in range(len(runs))]
-    figure.legend(lines, runs, loc="lower center", ncols=min(4, len(runs)), fontsize=8)
+    figure.legend(lines, runs, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=90)
 
 
