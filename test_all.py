@@ -746,15 +746,17 @@ def test_one_update_against_naive_loops(tmp_path, values, walkers, complete):
     assert clipped > 0 or args.policy_update == "a2c" or not mine
 
 
-@pytest.mark.parametrize("values", [dict(), ANT_TATC], ids=["grid", "ant"])
+@pytest.mark.parametrize("values", [
+    dict(), dict(env="antmaze1", skill_length=10, episode_length=20, skills_per_update=2),
+], ids=["grid", "ant"])
 def test_rollouts_follow_the_policies_and_the_maze(tmp_path, values):
     """Probabilities against torch's own layers on one-hot or scaled inputs; what is drawn follows them."""
-    args, env, networks, omega = small_setup(tmp_path, num_envs=800, **values)
+    args, env, networks, omega = small_setup(tmp_path, num_envs=2000, **values)
     low, high = networks["pi_low"], networks["pi_hi"]
     with torch.no_grad():  # far from uniform, and another for every state and skill
         for net, name in itertools.product((low, high), ("weight_obs", "weight_extra", "out.weight")):
             net.get_parameter(name).mul_(8)
-    walkers = np.arange(800) < 400
+    walkers = np.arange(2000) < 1000
     env.place(walkers | ~walkers, "uniform")
     obs, actions, skill, _ = tatc.rollout(args, env, networks, omega, walkers, np.random.default_rng(0))
     assert torch.equal(obs[1:, :, 0], obs[:-1, :, -1]) and np.array_equal(env.obs, obs[-1, :, -1])
@@ -762,16 +764,16 @@ def test_rollouts_follow_the_policies_and_the_maze(tmp_path, values):
         assert np.array_equal(obs[:, :, 1:], env.next_state[obs[:, :, :-1], actions[..., 0]])
     layers = nn.Sequential(nn.Linear(env.obs_size + 2, 16), nn.Tanh(), low.middle, nn.Tanh(), low.out)
     layers[0].load_state_dict({"weight": torch.cat([low.weight_obs, low.weight_extra]).T, "bias": low.bias})
-    seen, chosen = obs[:, 400:, :-1], skill[:, 400:, None].expand(-1, -1, args.skill_length)
+    seen, chosen = obs[:, 1000:, :-1], skill[:, 1000:, None].expand(-1, -1, args.skill_length)
     scaled = torch.eye(38)[seen] if env.obs_scale is None else seen * torch.as_tensor(env.obs_scale)
     pi_low = layers(torch.cat([scaled, omega[chosen]], dim=-1)).unflatten(-1, env.action_shape).softmax(-1)
     found = tatc.skill_policy(low, omega, env.action_shape, seen, chosen)
-    assert np.allclose(found, pi_low.detach(), atol=1e-5) and (skill[:, :400] == 8).all()
-    for pi, drawn in ((pi_low, actions[:, 400:]), (high(seen[:, :, 0]).softmax(-1), chosen[..., 0]),
-                      (torch.full((1, env.action_shape[1]), 1 / env.action_shape[1]), actions[:, :400])):
+    assert np.allclose(found, pi_low.detach(), atol=1e-5) and (skill[:, :1000] == 8).all()
+    for pi, drawn in ((pi_low, actions[:, 1000:]), (high(seen[:, :, 0]).softmax(-1), chosen[..., 0]),
+                      (torch.full((1, env.action_shape[1]), 1 / env.action_shape[1]), actions[:, :1000])):
         surplus = nn.functional.one_hot(drawn, pi.shape[-1]) - pi
-        assert surplus.flatten(0, -2).mean(0).abs().max() < 0.03  # as often as they should be,
-        assert (surplus * pi).sum(-1).mean().abs() < 0.03  # and where they should be
+        assert surplus.flatten(0, -2).mean(0).abs().max() < 0.04  # as often as they should be,
+        assert (surplus * pi).sum(-1).mean().abs() < 0.04  # and where they should be
 
 
 def test_episodes_start_as_the_prior_says(tmp_path):
@@ -865,27 +867,13 @@ def test_a_runs_name_is_what_differs_from_the_defaults(command, variant, values)
     assert {name: getattr(args, name) for name in values} == values
 
 
-def test_every_changed_argument_is_in_a_runs_name(tmp_path, monkeypatch, no_pictures):
-    """Three changed arguments: the run, its rows and its evaluation's rows touch nothing of the default's."""
-    monkeypatch.chdir(tmp_path)
-    maze = write(tmp_path, CORRIDOR)
-    for changes in ("", "--beta 0.5 --hidden 8 --gae-lambda 0.7"):
-        cli(f"tatc.py --env {{maze}} --updates 4 --num-envs 4 {changes}", maze=maze)
-    runs = {path.parent.parent.name: path.parent for path in Path("runs").rglob("checkpoint.pt")}
-    assert set(runs) == {"updates=4,num_envs=4", "updates=4,beta=0.5,num_envs=4,hidden=8,gae_lambda=0.7"}
-    for run in runs.values():
-        for command in ("prediction --updates 2 --run", "control --updates 2 --run", "scores --runs"):
-            cli(f"evaluate.py {command} {{run}} --results-dir results", run=run)
-    for name in ("gridworld_prediction", "gridworld_control", "gridworld_training"):
-        methods = {row["method"] for row in evaluate.read_results(Path("results") / f"{name}.csv")}
-        assert len(methods) == 2 and "TATC" not in methods
-    for field in dataclasses.fields(TATC):  # any single change gives another name
-        if field.name in (*gridworld.FREE, "env", "seed", "skill_length", "pair_gap", "skills_per_update"):
-            continue
-        value = {"prior": "uniform", "boredom": "sum", "policy_update": "ppo", "norm_adv": True,
-                 "episode_length": 40, "low_entropy_coef": 0.7}.get(
-                     field.name, 0.123 if "float" in str(field.type) else 3)
-        assert f"{field.name}={value}" in tatc.prepare(TATC(env=maze, **{field.name: value}))[1]
+def test_every_changed_argument_is_in_a_runs_name():
+    lengths = dict(episode_length=60, skill_length=10, pair_gap=5, skills_per_update=1)
+    words = dict(prior="uniform", boredom="sum", policy_update="ppo", norm_adv=True)
+    for field in dataclasses.fields(TATC):
+        if field.name not in (*gridworld.FREE, "env", "seed"):
+            value = (lengths | words).get(field.name, 0.123 if "float" in str(field.type) else 3)
+            assert f"{field.name}={value}" in tatc.prepare(TATC(env="umaze", **{field.name: value}))[1]
 
 
 def test_a_second_process_in_a_run_directory_is_refused(tmp_path):
@@ -994,13 +982,10 @@ def test_divergence_stops_a_run_with_one_line_and_keeps_its_checkpoint(tmp_path,
 
 
 def test_tensorboard_is_optional(tmp_path, no_pictures):
-    args = small(TATC, tmp_path, tensorboard=True)
-    if importlib.util.find_spec("tensorboard"):
-        trained(args)
-        assert list((tmp_path / "run").glob("events.out.*"))
-    else:
-        with pytest.raises(UsageError, match="needs the package tensorboard"):
-            trained(args)
+    absent, refused = not importlib.util.find_spec("tensorboard"), "needs the package tensorboard"
+    with pytest.raises(UsageError, match=refused) if absent else contextlib.nullcontext():
+        trained(small(TATC, tmp_path, tensorboard=True))
+    assert absent or list((tmp_path / "run").glob("events.out.*"))
 
 
 SMALL_LAP = dict(dim=3, updates=700, batch_size=256, samples=20_000, hidden=64, log_every=700, discount=0.5,
@@ -1178,16 +1163,13 @@ def test_one_diayn_update_against_written_out_gradients(tmp_path, name):
     env, _ = baselines.prepare(args)
     torch.manual_seed(0)
     networks = baselines.make_diayn(args, env)
-
-    def critics_of(nets):
-        return nn.ModuleDict({name: nets[name] for name in ("q1", "q2")})
-    targets = doubled(critics_of(networks))
+    critics = nn.ModuleDict({q: networks[q] for q in ("q1", "q2")})
+    targets = doubled(critics)
     for critic in targets.values():  # each is the smaller one somewhere
         critic.layers[-1].weight.data *= 8
-    learners = {"policy": networks["policy"], "critics": critics_of(networks)}
-    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in learners.items()}
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1)
+                  for name, part in {"policy": networks["policy"], "critics": critics}.items()}
     mine, slow = copy.deepcopy((networks, targets))
-    policy, critics = mine["policy"], critics_of(mine)
     obs, following = torch.as_tensor(env.truth_obs[:120]).unflatten(0, (2, 60))
     reward, code = torch.randn(60), torch.eye(3).repeat(20, 1)
     discrete, act, noise = False, torch.rand(60, 8) * 2 - 1, torch.randn(2, 60, 8)
@@ -1196,17 +1178,17 @@ def test_one_diayn_update_against_written_out_gradients(tmp_path, name):
 
     def both_q(critics, states, act):
         if discrete:
-            return [q(states, code)[range(60), act[:, 0]] for q in critics.values()]
-        return [q(states, torch.cat([code, act], -1))[:, 0] for q in critics.values()]
+            return [critics[q](states, code)[range(60), act[:, 0]] for q in ("q1", "q2")]
+        return [critics[q](states, torch.cat([code, act], -1))[:, 0] for q in ("q1", "q2")]
 
     def soft_value(critics, states, noise):
-        outputs = policy(states, code)
+        outputs = mine["policy"](states, code)
         if discrete:
-            pi, q = outputs.softmax(-1), torch.minimum(*(q(states, code) for q in critics.values()))
+            pi, q = outputs.softmax(-1), torch.minimum(*(critics[q](states, code) for q in ("q1", "q2")))
             return (pi * (q - 0.1 * pi.log())).sum(-1)
         act, log_prob = baselines.squashed_gaussian(outputs, noise)
         return torch.minimum(*both_q(critics, states, act)) - 0.1 * log_prob
-    naive_sac(policy, critics, slow, both_q, soft_value, (obs, act, following, reward, 1.0), noise)
+    naive_sac(mine["policy"], mine, slow, both_q, soft_value, (obs, act, following, reward, 1.0), noise)
     baselines.update_sac(args, networks, targets, optimizers, obs, act, following, reward, code, noise)
     assert_updated(networks, targets, mine, slow)
 
@@ -1275,43 +1257,41 @@ def make_option(args):
     return env, baselines.make_option(args, env)
 
 
-def test_walks_and_option_dataset_against_the_maze(tmp_path):
-    args = small(DCO, tmp_path)
-    env, option = make_option(args)
-    walks, actions = baselines.collect_walks(args, env, np.random.default_rng(0))
-    assert walks.shape == (200, 21) and set(walks[:, 0]) == set(range(env.num_states))  # uniform starts
-    assert np.array_equal(env.next_state[walks[:, :-1], actions[..., 0]], walks[:, 1:])
-    f = option["f"](torch.arange(env.num_states)).detach().numpy()[:, 0]
-    end, (obs, act, reward, following) = baselines.option_dataset(args, option["f"], walks, actions)
-    assert np.isclose(end, np.percentile(f[walks], 30)) and len(obs) == 4000
-    assert np.array_equal(env.next_state[obs, act[:, 0]], following)
-    step = f[obs] - f[following]
-    assert np.allclose(reward, step / step.std(), atol=1e-5)
-
-
 def test_f_learns_from_every_nth_state(tmp_path):
     args = small(DCO, tmp_path, pair_gap=5)
-    f = baselines.make_option(args, baselines.prepare(args)[0])["f"]
+    f = make_option(args)[1]["f"]
     before, walks = f.weight_obs.detach().clone(), np.tile(np.arange(21), (8, 1))
     baselines.update_f(args, f, torch.optim.SGD(f.parameters(), lr=1), walks, np.random.default_rng(0))
     assert (f.weight_obs != before).any(1).nonzero().flatten().tolist() == [0, 5, 10, 15, 20]
 
 
-def test_one_option_update_against_written_out_gradients(tmp_path):
-    args = small(DCO, tmp_path, **ANT_DCO | dict(tau=0.25))
+@pytest.mark.parametrize("values", [dict(batch_size=5), ANT_DCO], ids=["grid", "ant"])
+def test_option_data_and_one_update_against_written_out_gradients(tmp_path, values):
+    args = small(DCO, tmp_path, **values | dict(tau=0.25))
     env, option = make_option(args)
-    networks, _, optimizers = baselines.make_learner(args, env, option)
-    assert [optimizers[name].defaults["lr"] for name in ("policy", "critic", "f")] == [1e-4, 1e-3, 1e-3]
-    optimizers = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in networks.items()}
     walks, actions = baselines.collect_walks(args, env, np.random.default_rng(0))
-    _, dataset = baselines.option_dataset(args, option["f"], walks, actions)
-    assert set(np.unique(dataset[1])) == {-1, -0.5, 0, 0.5, 1} and np.abs(walks[:, 0, :2]).max() > 4
+    f = option["f"](torch.as_tensor(walks)).detach().numpy()[..., 0]
+    end, dataset = baselines.option_dataset(args, option["f"], walks, actions)
+    step = (f[:, :-1] - f[:, 1:]).ravel()
+    assert np.isclose(end, np.percentile(f, 30)) and np.allclose(dataset[2], step / step.std(), atol=1e-5)
+    networks, _, optimizers = baselines.make_learner(args, env, option)
+    rates = {name: optimizer.defaults["lr"] for name, optimizer in optimizers.items()}
+    optimizers = {name: torch.optim.SGD(net.parameters(), 0.1) for name, net in networks.items()}
     mine, targets, slow = copy.deepcopy(networks), doubled(networks), doubled(networks)
     index = np.random.default_rng(3).integers(len(dataset[0]), size=5)
     obs, act, reward, following = (torch.as_tensor(part[index]) for part in dataset)
-    target = reward + 0.99 * slow["critic"](following, slow["policy"](following).tanh())[:, 0].detach()
-    descend(((mine["critic"](obs, act)[:, 0] - target) ** 2).mean(), mine["critic"])
-    descend(-mine["critic"](obs, mine["policy"](obs).tanh()).mean(), mine["policy"])
+    if env.obs_scale is None:
+        assert walks.shape == (200, 21) and set(walks[:, 0]) == set(range(env.num_states))  # uniform starts
+        assert np.array_equal(env.next_state[dataset[0], dataset[1][:, 0]], dataset[3])
+        assert rates == {"policy": 1e-3, "f": 1e-3}
+        target = reward + 0.99 * slow["policy"](following).max(1).values.detach()
+        descend(((mine["policy"](obs)[range(5), act[:, 0].long()] - target) ** 2).mean(), mine["policy"])
+    else:
+        assert set(np.unique(dataset[1])) == {-1, -0.5, 0, 0.5, 1} and np.abs(walks[:, 0, :2]).max() > 4
+        assert rates == {"policy": 1e-4, "critic": 1e-3, "f": 1e-3}
+        target = reward + 0.99 * slow["critic"](following, slow["policy"](following).tanh())[:, 0].detach()
+        descend(((mine["critic"](obs, act)[:, 0] - target) ** 2).mean(), mine["critic"])
+        descend(-mine["critic"](obs, mine["policy"](obs).tanh()).mean(), mine["policy"])
     baselines.update_option(args, networks, targets, optimizers, dataset, np.random.default_rng(3))
     assert_updated(networks, targets, mine, slow)
 
@@ -1502,17 +1482,15 @@ def test_shaping_remembers_what_its_ants_did():
 def test_shaping_rewards(ant_runs):
     env = ANT("antmaze1", 1)
     _, _, phi = evaluate.load_phi(ant_runs["tatc"])
-    rewards = {kind: evaluate.make_reward(kind, env, phi)(env.truth_obs)
-               for kind in ("dense", "sparse", "mix", "xy", "fiedler")}
-    plain = np.linalg.norm(phi(env.truth_obs) - phi(env.truth_obs[[env.goal_index]]), axis=1)
-    straight = np.linalg.norm(env.truth_xy - env.goal_xy, axis=1)
-    assert np.allclose(rewards["dense"], -plain * 10 / np.ptp(plain), rtol=1e-4, atol=1e-5)
-    assert np.array_equal(rewards["sparse"], 10.0 * (straight <= 2))
-    mix = (10 * (straight <= 2) - 10 * plain) / np.ptp(plain)
-    assert np.allclose(rewards["mix"], mix, rtol=1e-4, atol=1e-4)
-    assert np.allclose(rewards["xy"], -straight * 10 / np.ptp(straight), rtol=1e-4, atol=1e-5)
-    fiedler = scipy.stats.spearmanr(rewards["fiedler"], -env.distance[env.goal_index]).statistic
-    assert fiedler > 0.99 and np.ptp(rewards["fiedler"]) == pytest.approx(10)
+    plain, straight, fiedler = (np.linalg.norm(points - points[env.goal_index], axis=1) for points in (
+        phi(env.truth_obs), env.truth_xy, env.laplacian_eigenvectors(2)[1][:, 1:]))
+    near = straight <= 2
+    for kind, expected in {
+            "dense": -10 * plain / np.ptp(plain), "mix": 10 * (near - plain) / np.ptp(plain),
+            "xy": -10 * straight / np.ptp(straight), "fiedler": -10 * fiedler / np.ptp(fiedler),
+            "sparse": 10 * near}.items():
+        reward = evaluate.make_reward(kind, env, phi)
+        assert np.allclose(reward(env.truth_obs), expected, rtol=1e-4, atol=1e-5), kind
 
 
 def test_every_run_can_be_scored_copied_and_evaluated(ant_runs, tmp_path, monkeypatch):
@@ -1599,13 +1577,12 @@ COMMANDS = {  # of every dataclass with numbers
 def out_of_range():
     """(command, message) of every number just below and above its range, and NaN for a float."""
     for kind, command in COMMANDS.items():
-        for field in dataclasses.fields(kind):
-            low, high = sys.modules[kind.__module__].RANGES.get(field.name, (None, None))
-            if low is not None:
-                real, flag = "float" in str(field.type), f"--{field.name.replace('_', '-')}"
-                reals = low - 1e-9, high * (1 + 1e-9), math.nan, math.inf
-                for value in reals if real else (low - 1, high + 1):
-                    yield f"{command} {flag} {value}", f"{flag} is .*; use a number from "
+        ranges = sys.modules[kind.__module__].RANGES
+        for field in (field for field in dataclasses.fields(kind) if field.name in ranges):
+            (low, high), flag = ranges[field.name], f"--{field.name.replace('_', '-')}"
+            reals = low - 1e-9, high * (1 + 1e-9), math.nan, math.inf
+            for value in reals if "float" in str(field.type) else (low - 1, high + 1):
+                yield f"{command} {flag} {value}", f"{flag} is .*; use a number from "
 
 
 # (command, regular expression of the message)
@@ -1615,7 +1592,6 @@ REFUSALS = [
     ("evaluate.py shaping --reward xy --gamma 1", "--gamma is 1"),
     ("laprep.py --env {small} --dim 9", "--dim is 9; .* has 8 states to judge it by"),
     ("laprep.py --pair-gap 7", "--pair-gap is 7; use a divisor of --episode-length 90"),
-    ("laprep.py --prior uniform --pair-gap 100", "use a divisor of --episode-length 50"),
     ("baselines_dco_diayn.py dco --pair-gap 7", "use a divisor of --episode-length 500"),
     ("laprep.py --reachability", "--reachability needs eigenvalues; add --objective allo"),
     ("laprep.py --reachability --objective allo --dim 1", "and --dim 2 or more"),
@@ -1631,7 +1607,6 @@ REFUSALS = [
     ("tatc.py --env {root}/tatc.py:nothing", "has no function nothing"),
     ("tatc.py --env {nothing}:make", "has no function make; define make"),
     ("tatc.py --env {syntax}:make", "failed with SyntaxError: .*; mend the file"),
-    ("tatc.py --env {poor}:make", "obs_size is missing or not as README, .Your own environment., says"),
     ("tatc.py --skill-length 7", "--skill-length is 7; use a divisor of --episode-length 90"),
     ("tatc.py --pair-gap 7", "--pair-gap is 7; use a divisor of --skill-length 30"),
     ("tatc.py --skills-per-update 2", "--skills-per-update is 2; use a divisor of L = K / c = 3"),
@@ -1675,8 +1650,8 @@ def test_malformed_input_gets_one_line_and_changes_nothing(tmp_path, monkeypatch
     (tmp_path / "bad/antmaze_shaping.csv").write_bytes(b"\xff\xfe")
     names = {name.split(".")[0]: write(tmp_path, text, name) for name, text in {
         "small.txt": SMALL_MAZE, "file": "", "goalless.txt": "S..\n", "syntax.py": "def make(",
-        "leaves.py": "import sys\nsys.exit(0)\n", "nothing.py": "def make(num_envs, seed):\n    pass\n",
-        "poor.py": "def make(num_envs, seed):\n    return type('Env', (), {'num_envs': 1})()\n"}.items()}
+        "leaves.py": "import sys\nsys.exit(0)\n",
+        "nothing.py": "def make(num_envs, seed):\n    pass\n"}.items()}
     checkpoint = ROOT / "results/checkpoints/laprep-antmaze1-prior=uniform-seed10.pt"
     before, table = files(tmp_path), [*REFUSALS, *out_of_range()]
     assert len(table) >= 230
@@ -1787,8 +1762,10 @@ def test_a_plan_of_seconds_runs_and_repeated_finds_itself_finished(tmp_path, mon
                 if ("evaluate.py" in line) == stage]
         subprocess.run(["xargs", "-P", "2", "-I", "{}", "bash", "-c", "{} > log.txt 2>&1 || exit 255"],
                        input="\n".join(part), text=True, check=True)
-    first = files("out", "*.csv")
-    assert {path.name for path in first} == {"gridworld_training.csv", "gridworld_control.csv"}
+    first = files("out", "*.csv")  # whose methods are all that differs from the defaults, in both commands
+    assert {path.stem: {row["method"] for row in evaluate.read_results(path)} for path in first} == {
+        "gridworld_training": {"TATC updates=4,log_every=2"},
+        "gridworld_control": {"TATC updates=4,log_every=2 updates=4", "one-hot updates=4"}}
     for line in lines:
         cli(line.removeprefix("python "))
     assert first == files("out", "*.csv")
@@ -1797,33 +1774,23 @@ def test_a_plan_of_seconds_runs_and_repeated_finds_itself_finished(tmp_path, mon
     assert "Traceback" not in head.stderr and head.stdout.startswith("python tatc.py")
 
 
-def test_committed_rows_and_tables_agree():
-    """Three table cells by other code than evaluate.py's, from the raw rows."""
-    tables = {}
-    for path in (ROOT / "results").glob("*.csv"):
-        with open(path, newline="") as file:
-            rows = tables[path.stem] = list(csv.DictReader(file))
-        assert rows and tuple(rows[0]) == evaluate.COLUMNS, path
-        assert all(None not in row.values() for row in rows), path
-    for env, title in (("umaze", "U-Maze"), ("tmaze", "T-Maze"), ("4rooms", "4-rooms")):
-        last = {}
-        for row in tables["gridworld_training"]:
-            if (row["method"], row["metric"], row["env"]) == ("TATC", "spearman_s0", env):
-                last[int(row["run_seed"])] = max(last.get(int(row["run_seed"]), (0, 0)),
-                                                 (int(row["step"]), float(row["value"])))
-        cell = " ".join(f"{value:.3f}" for _, (_, value) in sorted(last.items()))
-        line = f"| {title}: TATC | {len(last)} | {max(last.values())[0]:,} | {cell} |"
-        assert line in (ROOT / "results/README.md").read_text()
-
-
-def test_figures_from_a_clean_clone_change_nothing(tmp_path, monkeypatch):
+def test_tables_are_the_committed_rows_and_figures_from_a_clean_clone_change_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "results", "results")
+    tables = {path.stem: evaluate.read_results(path) for path in Path("results").glob("*.csv")}
+    assert all(tables.values())  # and no line was refused
+    for env in gridworld.MAZES:  # three cells by other code; the last row of a seed is its last step
+        last = {row["run_seed"]: row for row in tables["gridworld_training"]
+                if (row["method"], row["metric"], row["env"]) == ("TATC", "spearman_s0", env)}
+        steps, cell = max(int(row["step"]) for row in last.values()), " ".join(
+            f"{float(row['value']):.3f}" for _, row in sorted(last.items()))
+        line = f"| {gridworld.TITLES[env]}: TATC | {len(last)} | {steps:,} | {cell} |"
+        assert line in Path("results/README.md").read_text()
     before = files(".", "*.md")
     cli("evaluate.py figures")
     assert files(".", "*.md") == before
     path = Path("results/gridworld_training.csv")  # a run that was scored halfway: in the columns it reached
-    ours = [row for row in evaluate.read_results(path) if row["method"] == "TATC prior=uniform,boredom_coef=0"
+    ours = [row for row in tables[path.stem] if row["method"] == "TATC prior=uniform,boredom_coef=0"
             and row["env"] == "umaze" and row["run_seed"] == "10" and int(row["step"]) <= 10_080_000]
     evaluate.add_results(path, [(*list(row.values())[:-1], float(row["value"])) for row in ours]
                          + [(*evaluate.key_of(ours[0]), 10_080_000, "update", 3500)])
