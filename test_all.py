@@ -214,27 +214,6 @@ def test_vector_env_against_single_envs(tmp_path):
     assert (ends > 50).all()
 
 
-def test_gridworld_placement_reset_options_and_state_round_trip():
-    env, every, few = GRID("umaze", 4000, 0), np.ones(4000, dtype=bool), np.arange(4000) < 7
-    state, start = env.get_state(), env.obs
-    env.place(every, "uniform")
-    first = env.obs
-    assert (start == env.start_index).all() and len(np.unique(first)) == env.num_states
-    env.set_state(state)
-    env.place(every, "uniform")
-    assert np.array_equal(env.obs, first) and np.array_equal(env.fallen(), ~every)
-    env.place(few, np.arange(7) + 20)
-    assert np.array_equal(env.obs, np.where(few, np.arange(4000) + 20, first))
-    env.step(np.ones(4000, int))
-    assert (env.reset()[0] == env.start_index).all()
-    again = env.reset(seed=0, options={"start": "uniform"})[0]
-    assert np.array_equal(again, first)  # and first was never overwritten
-    assert np.array_equal(env.reset(options={"start": first[::-1]})[0], first[::-1])
-    mixed = env.reset(options={"reset_mask": few})[0]
-    assert np.array_equal(mixed, np.where(few, env.start_index, first[::-1]))
-    assert gridworld.GridWorldEnv("umaze").reset(options={"start": 5}) == (5, {})
-
-
 def test_gridworld_renders_its_cells():
     env = gymnasium.make("TATC/4Rooms-v0", render_mode="rgb_array")
     env.reset(seed=0)
@@ -373,28 +352,20 @@ def test_ant_divergence_is_caught_counted_and_reset():
     assert not terminated.any() and not reward.any()
 
 
-def test_ant_place_by_mask_reset_options_uniform_starts_and_fallen():
-    env, mask = ANT("antmaze2", 4), np.array([True, False, True, False])
-    for action in ant_actions(10, 4):
-        env.move(action)
-    before = env.get_state()["rows"]
-    env.place(mask, env.truth_obs[[7, 50]])
-    assert np.array_equal(env.obs[mask], env.truth_obs[[7, 50]])
-    env.place(mask, "s0")
-    assert (np.abs(env.obs[mask, :2]) <= 0.1).all()
-    assert np.array_equal(env.get_state()["rows"][~mask], before[~mask])
-    assert np.allclose(np.linalg.norm(env.obs[:, 3:7], axis=1), 1)
-    states = env.reset()[0].copy()
-    assert np.abs(states[:, :2]).max() <= 0.1 and not env.fallen().any()
-    states[:3, 3:7] = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0.8, 0.6]]
-    env.place(np.ones(4, bool), states)
-    assert env.fallen().tolist() == [False, True, True, False]
+def test_ant_uniform_starts_and_fallen():
     env = ANT("antmaze2", 4000, start="uniform")  # in every block, off the walls
     for offset in itertools.product((-0.89, 0, 0.89), repeat=2):
         counts = np.zeros(env.free.shape, int)
         np.add.at(counts, block(env, env.obs[:, :2] + offset), 1)
         assert counts[~env.free].sum() == 0
         assert any(offset) or counts[env.free].min() > 4000 / env.free.sum() / 3
+    assert np.allclose(np.linalg.norm(env.obs[:, 3:7], axis=1), 1)
+    env.move(ant_actions(1, 4000)[0])
+    before, states = env.get_state()["rows"], env.truth_obs[:3].copy()
+    states[:, 3:7] = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0.8, 0.6]]
+    env.place(np.arange(4000) < 3, states)
+    assert env.fallen()[:3].tolist() == [False, True, True]
+    assert np.array_equal(env.get_state()["rows"][3:], before[3:])  # and nothing else of the others changed
 
 
 @pytest.mark.parametrize("name, blocks, boxes, states, to_goal", [
@@ -507,6 +478,33 @@ def test_checkers_accept_the_environments(name, package):
     assert gridworld.TITLES[vector.name].replace("-", "").lower() == name.lower()
     assert env.spec.max_episode_steps == vector.max_episode_steps == (1000 if ant else 100)
     assert np.array_equal(vector.reset(seed=1)[0], vector.reset(seed=1)[0])
+
+
+@pytest.mark.parametrize("kind", [GRID, ANT])
+def test_placement_reset_options_and_state_round_trip(kind):
+    env, every, few = kind(num_envs=4000, seed=0), np.ones(4000, dtype=bool), np.arange(4000) < 7
+
+    def at_s0(obs):  # within the noise of an ant's pose
+        xy = env.truth_xy[obs] if kind is GRID else obs[:, :2]
+        return np.abs(xy - env.truth_xy[env.start_index]).max() <= 0.1
+    state, start = env.get_state(), env.obs
+    env.place(every, "uniform")
+    first, kept = env.obs, env.obs.copy()
+    assert at_s0(start) and (kind is ANT or len(np.unique(first)) == env.num_states)
+    env.set_state(state)
+    env.place(every, "uniform")
+    assert np.array_equal(env.obs, first)
+    env.place(few, env.truth_obs[20:27])
+    assert np.array_equal(env.obs[few], env.truth_obs[20:27]) and np.array_equal(env.obs[~few], first[~few])
+    env.step(env.action_space.sample())
+    assert at_s0(env.reset()[0]) and not env.fallen().any()
+    again = env.reset(seed=3, options={"start": "uniform"})[0]
+    mixed = env.reset(options={"reset_mask": few})[0]
+    assert at_s0(mixed[few]) and np.array_equal(mixed[~few], again[~few])
+    assert np.allclose(env.reset(options={"start": first})[0], first, rtol=0, atol=1e-6)
+    assert np.array_equal(env.reset(seed=3, options={"start": "uniform"})[0], again)
+    assert np.array_equal(first, kept)  # what was handed out is never overwritten
+    assert gridworld.GridWorldEnv("umaze").reset(options={"start": 5}) == (5, {})
 
 
 @pytest.mark.parametrize("kind", [GRID, ANT])
@@ -959,7 +957,6 @@ def test_a_run_goes_on_with_more_updates_and_never_as_another(tmp_path, no_pictu
             (kind, {}, r"holds a run already \(checkpoint"), (kind, other | dict(resume=True), message),
             (kind, dict(resume=True), f"has {updates} updates already"),
             (kind, dict(resume=True, seed=3, updates=updates), "seed 0 there, 3 here"),
-            (kind, dict(resume=True, env="4rooms"), "env 'maze-[0-9a-f]{6}' there, '4rooms' here"),
             (DCO, dict(resume=True), "not a checkpoint of dco")):
         with pytest.raises(UsageError, match=message):
             trained(small(wanted, tmp_path, **values))
@@ -1600,7 +1597,6 @@ REFUSALS = [
     ("evaluate.py prediction --features exact --env {goalless}", "has no goal; mark one cell with G"),
     ("evaluate.py prediction --features exact --starts", "--starts is empty"),
     ("evaluate.py prediction --features onehot --results-dir {bad}", "line 2: not 8 fields"),
-    ("evaluate.py control --run {root}/README.md", "damaged or not a checkpoint"),
     ("evaluate.py control --features onehot --results-dir {file}", "exists|Not a directory|File exists"),
     ("evaluate.py control --features onehot --results-dir {bad}", "is not a results file"),
     ("evaluate.py shaping", "--reward dense needs --run"),
