@@ -1014,6 +1014,10 @@ def test_losses_against_loops():
         repel = sum((x @ y) ** 2 - x @ x - y @ y for x, y in itertools.permutations(u, 2)) / 42
         return attract + beta * repel
     exactly(laprep.graph_drawing_loss(phi_u, phi_v, 0.7)[0], eq1(phi_u, phi_v, 0.7))
+    # Wu asks for I / d with weight 5: d times that loss at phi / sqrt(d) is Eq. 1 with beta 5 / d, plus 5.
+    norm = (phi_u / 2).square().sum(-1).mean()
+    wu = eq1(phi_u / 2, phi_v / 2, 5) + 5 * (2 * norm - 2 * norm / 4 + 1 / 4)
+    exactly(4 * wu, laprep.graph_drawing_loss(phi_u, phi_v, 5 / 4)[0] + 5)
     phi_u[:, 0] = phi_v[:, 0] = 1  # DCO's loss is Eq. 1 with phi = (1, f)
     loss, _ = baselines.fiedler_loss(phi_u[:, 1], phi_v[:, 1], 0.7)
     exactly(loss, eq1(phi_u[:, :2], phi_v[:, :2], 0.7) + 0.7 * 2)
@@ -1214,6 +1218,21 @@ def test_one_shaping_update_against_written_out_gradients():
     evaluate.sac_update(args, networks, optimizers, (obs, act, following, progress, ended))
     assert_updated(networks["critics"], networks["targets"], critics, targets)
     assert_updated(networks["actor"], actor, actor, actor)
+
+
+def test_shaping_critics_of_progress_are_those_of_the_reward():
+    """E5 by value iteration on a random chain with one state that is never left: C = (1 - gamma) Q - r."""
+    rng, gamma = np.random.default_rng(0), 0.9
+    following, reward = rng.integers(8, size=(8, 3)), rng.normal(size=8)
+    following[7] = 7  # on its back for ever
+    progress, ended = (torch.tensor(part).flatten() for part in (
+        reward[following] - reward[:, None], following == 7))
+    q, c = np.zeros((8, 3)), np.zeros((8, 3))
+    for _ in range(400):
+        q = reward[following] + gamma * q.max(1)[following]
+        c = evaluate.sac_target(progress, ended.double(), torch.tensor(c.max(1)[following]).reshape(1, -1),
+                                torch.zeros(24), gamma, 0.0).reshape(8, 3).numpy()
+    assert np.allclose(c, (1 - gamma) * q - reward[:, None])
 
 
 def test_replay_keeps_the_newest_rows_and_their_columns_together():
