@@ -505,6 +505,10 @@ def test_placement_reset_options_and_state_round_trip(kind):
     assert np.array_equal(env.reset(seed=3, options={"start": "uniform"})[0], again)
     assert np.array_equal(first, kept)  # what was handed out is never overwritten
     assert gridworld.GridWorldEnv("umaze").reset(options={"start": 5}) == (5, {})
+    env = kind(num_envs=3, seed=0, max_episode_steps=2)
+    env.step(env.action_space.sample())
+    env.reset(options={"reset_mask": np.arange(3) < 1})  # its episode begins anew, the others' go on
+    assert env.step(env.action_space.sample())[3].tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("kind", [GRID, ANT])
