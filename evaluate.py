@@ -1144,10 +1144,10 @@ EVALUATIONS = (
     *(Entry(name, label, f"evaluate.py {name} --starts uniform --features {features}", GRIDS, SEEDS[:3], 0.3)
       for name in ("prediction", "control")
       for label, features in (("exact eigenvectors", "exact"), ("one-hot", "onehot"))),
-    *(Entry("shaping", f"{run}, {reward}", f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26, run)
+    *(Entry("shaping", f"{run}, {reward}", f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 30, run)
       for run in ("TATC", "Lap-rep (uniform), d = 2", "RA-LapRep (uniform), d = 10", "Lap-rep (s0), d = 2")
       for reward in ("dense", "mix")),
-    *(Entry("shaping", reward, f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 26)
+    *(Entry("shaping", reward, f"evaluate.py shaping --reward {reward}", ANTS, SEEDS[:3], 30)
       for reward in ("sparse", "xy", "fiedler")),
     Entry("skills", "TATC", "evaluate.py skills", ("antmaze1",), SEEDS, 4),
     Entry("skills", "random choices of TATC", "evaluate.py skills --floor choices", ("antmaze1",), SEEDS, 4,
