@@ -1129,7 +1129,7 @@ TRAININGS = (
           "tatc.py --policy-update a2c --skills-per-update 5 --updates 2500", ("antmaze1",), SEEDS[:3], 75),
     Entry("ants-laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", ANTS, SEEDS, 3),
     Entry("ants-laprep", "Lap-rep (s0), d = 2", "laprep.py", ANTS, SEEDS, 3),
-    Entry("ants-laprep", "RA-LapRep (uniform), d = 10", ALLO, ANTS, SEEDS, 6),
+    Entry("ants-laprep", "RA-LapRep (uniform), d = 10", ALLO, ANTS, SEEDS, 20),
     Entry("skills", "DCO", "baselines_dco_diayn.py dco", ("antmaze1",), SEEDS[:3], 50),
     Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
 )
