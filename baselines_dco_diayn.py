@@ -1,7 +1,7 @@
 """DCO and DIAYN: the skills that TATC's are compared with (UAI 2022, Section 4.2.2 and Appendix C.2.2).
 
-    python baselines_dco_diayn.py dco --env antmaze1      # 50 minutes
-    python baselines_dco_diayn.py diayn --env antmaze1    # 40 minutes
+    python baselines_dco_diayn.py dco --env antmaze1      # 40 to 50 minutes
+    python baselines_dco_diayn.py diayn --env antmaze1    # 20 minutes
 
 Deep covering options (Jinnai et al., ICLR 2020) with their DDPG, and "Diversity is all you need" (Eysenbach
 et al., ICLR 2019) with its SAC. Both also run on the gridworlds (--env 4rooms), in minutes. Each writes
@@ -59,7 +59,7 @@ DEFAULTS = {
     "diayn": {
         "indices": dict(updates=20_000, updates_per_step=1, hidden=(128, 128), skill_length=30,
                         episode_length=60),
-        "vectors": dict(updates=94_000, updates_per_step=2, hidden=(300, 300), skill_length=200,
+        "vectors": dict(updates=47_000, updates_per_step=2, hidden=(300, 300), skill_length=200,
                         episode_length=1000),
     },
 }

@@ -122,16 +122,17 @@ def add_variant(method, variant):
     return method if variant == "default" else f"{method} {variant}"
 
 
-def begin(args, title, file, facts, env, experiments, last_step):
-    """(path, key): where the rows go, and their method, env, run_seed and seed; key is None if --resume finds
-    rows of all the experiments up to last_step there. The path is checked before hours are spent.
-
-    The method's name is that of `facts` and every argument that differs from its default, beside those that
-    say what is evaluated.
-    """
+def own_variant(args):
+    """Every argument of an evaluation that differs from its default, but for what says what is evaluated."""
     chosen = {name: getattr(args, name) for name in ("run", "features", "starts", "reward", "floor")
               if hasattr(args, name)}
-    method = add_variant(facts["method"], gridworld.variant_name(args, type(args)(**chosen)))
+    return gridworld.variant_name(args, type(args)(**chosen))
+
+
+def begin(args, title, file, facts, env, experiments, last_step):
+    """(path, key): where the rows go, and their method, env, run_seed and seed; key is None if --resume finds
+    rows of all the experiments up to last_step there. The path is checked before hours are spent."""
+    method = add_variant(facts["method"], own_variant(args))
     key = method, env.name, facts["run_seed"], args.seed
     run = Path(args.run or "runs/evaluations")
     path = Path(args.results_dir or (run.parent if run.is_file() else run)) / f"{file}.csv"
@@ -791,6 +792,8 @@ class SkillsTask:
     """steps per episode"""
     skill_length: int = 200
     """steps per choice of a skill"""
+    option_ends: bool = True
+    """DCO's options end, and may not start, where their f is low; without it they are skills like others"""
     learning_rate: float = 1e-3
     """RMSprop step size"""
     entropy_coef: float = 0.01
@@ -906,7 +909,8 @@ def evaluate_skills(args):
     def prepare(num_envs):
         if args.run is None:
             return untrained_skills(args, num_envs, rng)
-        return load_skills(args.run, num_envs, args.seed, rng)
+        facts, env, skills, pi_hi = load_skills(args.run, num_envs, args.seed, rng)
+        return facts, env, skills if args.option_ends else skills._replace(ended=never_ended), pi_hi
 
     facts, env, skills, _ = prepare(args.batch)
     need_goal(env, antmaze.AntMazeVec, "skills")
@@ -1131,7 +1135,9 @@ TRAININGS = (
     Entry("ants-laprep", "Lap-rep (s0), d = 2", "laprep.py", ANTS, SEEDS, 3),
     Entry("ants-laprep", "RA-LapRep (uniform), d = 10", ALLO, ANTS, SEEDS, 20),
     Entry("skills", "DCO", "baselines_dco_diayn.py dco", ("antmaze1",), SEEDS[:3], 50),
-    Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 40),
+    Entry("skills", "DIAYN", "baselines_dco_diayn.py diayn", ("antmaze1",), SEEDS[:3], 20),
+    Entry("skills", "DIAYN, position", "baselines_dco_diayn.py diayn --discriminator xy", ("antmaze1",),
+          SEEDS[:3], 20),
 )
 LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
 OTHER_LAPREPS = tuple(entry.label for entry in TRAININGS  # higher d, other betas
@@ -1152,9 +1158,11 @@ EVALUATIONS = (
     Entry("skills", "TATC", "evaluate.py skills", ("antmaze1",), SEEDS, 4),
     Entry("skills", "random choices of TATC", "evaluate.py skills --floor choices", ("antmaze1",), SEEDS, 4,
           "TATC"),
+    Entry("skills", "DCO, without ends", "evaluate.py skills --no-option-ends", ("antmaze1",), SEEDS[:3], 4,
+          "DCO"),
     *(Entry("skills", label, f"evaluate.py skills{flags}", ("antmaze1",), SEEDS[:3], 4)
-      for label, flags in (("DCO", ""), ("DIAYN", ""), ("random actions", " --floor actions"),
-                           ("random skills", " --floor skills"))),
+      for label, flags in (("DCO", ""), ("DIAYN", ""), ("DIAYN, position", ""),
+                           ("random actions", " --floor actions"), ("random skills", " --floor skills"))),
 )
 EXPERIMENTS = tuple(dict.fromkeys(entry.experiment for entry in (*TRAININGS, *EVALUATIONS)))
 
@@ -1177,12 +1185,15 @@ def training_of(entry, env):
 
 def method_of(entry, env):
     """The method's name in the rows of an entry."""
-    training = training_of(entry, env)
-    if training is None:
-        return entry.label
-    script, variant, _ = run_of(training.command, env)
-    prefix = "random choices of " if entry.label.startswith("random choices of") else ""
-    return prefix + add_variant(NAMES[script], variant)
+    training, name = training_of(entry, env), entry.label
+    if training is not None:
+        script, variant, _ = run_of(training.command, env)
+        prefix = "random choices of " if entry.label.startswith("random choices of") else ""
+        name = prefix + add_variant(NAMES[script], variant)
+    if entry is training:
+        return name
+    _, command, *words = shlex.split(entry.command)
+    return add_variant(name, own_variant(tyro.cli(COMMANDS[command][0], args=words)))
 
 
 @dataclass
@@ -1243,7 +1254,8 @@ COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d
            "Lap-rep (s0), d = 5": "#6baed6", "Lap-rep (s0), d = 10": "#9ecae1",
            "Lap-rep (uniform), d = 2": "#2ca02c", "RA-LapRep (uniform), d = 10": "#98df8a",
            "exact eigenvectors": "#9467bd", "fiedler": "#9467bd", "one-hot": "#7f7f7f", "DCO": "#ff7f0e",
-           "DIAYN": "#8c564b", "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
+           "DCO, without ends": "#ffbb78", "DIAYN": "#8c564b", "DIAYN, position": "#e377c2",
+           "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
            "random skills": "#c49c94", "random choices of TATC": "#f7b6d2"}
 STARTS = {"uniform": "uniform starts", "prior": "starts of the non-uniform prior"}
 # file: (title, x axis, rows of panels, one panel per environment: (table, metric, y axis))

@@ -862,7 +862,7 @@ def test_interrupted_runs_continue_bit_for_bit(tmp_path, no_pictures, kind, valu
     ("baselines_dco_diayn.py dco --env 4rooms --percentile 20 --hidden 9 8", "percentile=20,hidden=(9,8)",
      dict(f_updates=3000, tau=0.01, skill_length=100)),
     ("baselines_dco_diayn.py diayn --discriminator xy", "discriminator=xy", dict(hidden=(300, 300))),
-    ("baselines_dco_diayn.py diayn --alpha 1", "alpha=1", dict(updates=94_000, episode_length=1000))])
+    ("baselines_dco_diayn.py diayn --alpha 1", "alpha=1", dict(updates=47_000, episode_length=1000))])
 def test_a_runs_name_is_what_differs_from_the_defaults(command, variant, values):
     args = parsed(command)
     assert sys.modules[type(args).__module__].prepare(args)[1] == variant
