@@ -185,7 +185,7 @@ def never_ended(obs, skill):
     return np.zeros(len(obs), dtype=bool)
 
 
-def load_skills(path, num_envs, seed, rng):
+def load_skills(path, num_envs, seed, rng, option_ends=True):
     """(facts, env, Skills, pi_hi or None) of a run of tatc.py or baselines_dco_diayn.py."""
     facts = load_facts(path)
     if facts["script"] == "tatc":
@@ -195,8 +195,8 @@ def load_skills(path, num_envs, seed, rng):
     if facts["script"] == "laprep":
         raise UsageError(f"{path} has no skills; give a run of tatc.py or baselines_dco_diayn.py")
     args, env, skills = baselines.load(path, num_envs, seed)
-    return (facts, env, Skills(args.num_skills, lambda obs, skill: skills.act(obs, skill, rng), skills.ended),
-            None)
+    return facts, env, Skills(args.num_skills, lambda obs, skill: skills.act(obs, skill, rng),
+                              skills.ended if option_ends else never_ended), None
 
 
 def need_goal(env, kind, command):
@@ -909,8 +909,7 @@ def evaluate_skills(args):
     def prepare(num_envs):
         if args.run is None:
             return untrained_skills(args, num_envs, rng)
-        facts, env, skills, pi_hi = load_skills(args.run, num_envs, args.seed, rng)
-        return facts, env, skills if args.option_ends else skills._replace(ended=never_ended), pi_hi
+        return load_skills(args.run, num_envs, args.seed, rng, args.option_ends)
 
     facts, env, skills, _ = prepare(args.batch)
     need_goal(env, antmaze.AntMazeVec, "skills")

@@ -1524,10 +1524,15 @@ def test_every_run_can_be_scored_copied_and_evaluated(ant_runs, tmp_path, monkey
                 assert np.allclose(phi(env.truth_obs), file["phi"], atol=1e-6)
         if script != "laprep":
             cli(f"{skills} --run {{path}}", path=path)
-    for floor in ("actions", "skills", "choices --run {tatc}"):
-        cli(f"{skills} --floor {floor}", **ant_runs)
+    for floor in ("--floor actions", "--floor skills", "--floor choices --run {tatc}",
+                  "--no-option-ends --run {dco}"):
+        cli(f"{skills} {floor}", **ant_runs)
     rows = evaluate.read_results(Path("results/antmaze_skills.csv"))
-    assert len({row["method"] for row in rows}) == 6
+    assert len(methods := {row["method"] for row in rows}) == 7
+    assert sum("option_ends=False" in method for method in methods) == 1
+    for option_ends in (True, False):  # 30 % of the states are an option's end
+        _, env, options, _ = evaluate.load_skills(ant_runs["dco"], 1, 0, None, option_ends)
+        assert options.ended(env.truth_obs, np.zeros(len(env.truth_obs), int)).any() == option_ends
     assert {row["metric"] for row in rows} == {"success", "cells", "cells_passed_on"}
     for run_dir in ("first", "second"):  # which finds the rows there
         cli("evaluate.py shaping --run {laprep} --steps 40 --num-envs 4 --warmup 20 --horizon 5 --resume "
