@@ -1123,6 +1123,7 @@ TRAININGS = (
             GRIDS, SEEDS[:3], 1.8)
       for dim in (2, 3) for beta in ("1", "2.5")),
     Entry("laprep", "Lap-rep (uniform), d = 2", "laprep.py --prior uniform", GRIDS, SEEDS, 1.8),
+    Entry("laprep", "Lap-rep (uniform), d = 3", "laprep.py --prior uniform --dim 3", GRIDS, SEEDS, 1.8),
     Entry("laprep", "RA-LapRep (uniform), d = 10", f"{ALLO} --samples 200000 --updates 10000",
           GRIDS, SEEDS, 2.5),
     Entry("antmaze", "TATC", "tatc.py", ("antmaze1",), SEEDS, 22),
@@ -1138,7 +1139,7 @@ TRAININGS = (
     Entry("skills", "DIAYN, position", "baselines_dco_diayn.py diayn --discriminator xy", ("antmaze1",),
           SEEDS[:3], 20),
 )
-LAPREPS = ("Lap-rep (s0), d = 2", "Lap-rep (s0), d = 3", "Lap-rep (uniform), d = 2")
+LAPREPS = tuple(f"Lap-rep ({prior}), d = {dim}" for prior in ("s0", "uniform") for dim in (2, 3))
 OTHER_LAPREPS = tuple(entry.label for entry in TRAININGS  # higher d, other betas
                       if entry.experiment == "laprep" and entry.seeds == SEEDS[:3])
 EVALUATIONS = (
@@ -1251,10 +1252,10 @@ class Figures:
 
 COLOURS = {"TATC": "#d62728", "Lap-rep (s0), d = 2": "#1f77b4", "Lap-rep (s0), d = 3": "#17becf",
            "Lap-rep (s0), d = 5": "#6baed6", "Lap-rep (s0), d = 10": "#9ecae1",
-           "Lap-rep (uniform), d = 2": "#2ca02c", "RA-LapRep (uniform), d = 10": "#98df8a",
-           "exact eigenvectors": "#9467bd", "fiedler": "#9467bd", "one-hot": "#7f7f7f", "DCO": "#ff7f0e",
-           "DCO, without ends": "#ffbb78", "DIAYN": "#8c564b", "DIAYN, position": "#e377c2",
-           "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
+           "Lap-rep (uniform), d = 2": "#2ca02c", "Lap-rep (uniform), d = 3": "#006d2c",
+           "RA-LapRep (uniform), d = 10": "#98df8a", "exact eigenvectors": "#9467bd", "fiedler": "#9467bd",
+           "one-hot": "#7f7f7f", "DCO": "#ff7f0e", "DCO, without ends": "#ffbb78", "DIAYN": "#8c564b",
+           "DIAYN, position": "#1f77b4", "sparse": "#bcbd22", "xy": "#e377c2", "random actions": "#000000",
            "random skills": "#c49c94", "random choices of TATC": "#f7b6d2"}
 STARTS = {"uniform": "uniform starts", "prior": "starts of the non-uniform prior"}
 # file: (title, x axis, rows of panels, one panel per environment: (table, metric, y axis))
